@@ -1,0 +1,31 @@
+# Every target builds .venv first when it is missing or older than what defines it.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+EXTRAS := experiments,cli,tensorboard,prometheus,test,dev
+
+.PHONY: demo test check lint bench clean
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable ".[$(EXTRAS)]"
+	touch $@
+
+demo: $(VENV)/.installed
+	$(BIN)/python -m experiments.attention_fault demo
+
+test: $(VENV)/.installed
+	$(BIN)/pytest
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+check: lint test
+
+bench: $(VENV)/.installed
+	$(BIN)/python -m experiments.bench
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""The training loop, the faults it can inject, and one file per question."""

@@ -1,0 +1,1 @@
+"""Decoder-only language models in Flax NNX with the hooks that the experiments need."""

@@ -1,0 +1,1 @@
+"""Optax transforms: snapshots for the monitors and periodic matrix-sign restoration."""

@@ -1,0 +1,1 @@
+"""Monitors that see a language-model training run going wrong before its loss does."""

@@ -1,0 +1,1 @@
+"""Host side, NumPy only: what turns numbers into decisions."""

@@ -1,0 +1,1 @@
+"""Pure functions of arrays: jit-able, vmap-able, float32 out; no I/O, no parameter trees."""

@@ -1,0 +1,1 @@
+"""Host side: what is written to disk and shown to a person."""

@@ -1,0 +1,10 @@
+"""Strict dtype promotion for the metrics; globally it breaks `optax.adamw`."""
+
+import jax
+import pytest
+
+
+@pytest.fixture(autouse=True)
+def _strict_dtypes():
+    with jax.numpy_dtype_promotion("strict"):
+        yield
