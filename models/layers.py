@@ -1,0 +1,120 @@
+"""The parts a block is built from: projections, norms, the feed-forward layer, RoPE.
+
+Here: modules and functions that know one layer. Not here: attention (`attention.py`), the
+stacking of layers and the residual stream (`gpt.py`).
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from models.config import GPTConfig
+
+EPSILON = 1e-6
+
+
+class Projection(nnx.Module):
+    """A linear map without bias, written as an einsum between an input and `kernel`."""
+
+    def __init__(
+        self, equation: str, shape: tuple[int, ...], std: float, config: GPTConfig, rngs: nnx.Rngs
+    ):
+        """Draws the kernel from N(0, std²).
+
+        Args:
+          equation: einsum of the input and the kernel, e.g. "BTD,DNH->BTNH".
+          shape: shape of the kernel.
+          std: standard deviation; 0 gives zeros.
+          config: gives the dtypes.
+          rngs: its stream "params" is drawn from once.
+        """
+        self.equation = equation
+        self.dtype = config.dtype
+        draw = jax.random.normal(rngs.params(), shape, jnp.float32)
+        self.kernel = nnx.Param((std * draw).astype(config.param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the map in the dtype of the forward pass."""
+        return jnp.einsum(self.equation, x, self.kernel[...].astype(self.dtype))
+
+
+class Embedding(nnx.Module):
+    """A table of one vector per token or position, `embedding`."""
+
+    def __init__(self, rows: int, config: GPTConfig, rngs: nnx.Rngs):
+        """Draws the rows × D table from N(0, embedding_std²)."""
+        draw = jax.random.normal(rngs.params(), (rows, config.model), jnp.float32)
+        self.embedding = nnx.Param((config.embedding_std * draw).astype(config.param_dtype))
+
+
+class Norm(nnx.Module):
+    """RMSNorm or LayerNorm over the last axis, with a `scale` and no bias.
+
+    RMSNorm: x / (mean x² + ε)^1/2 · scale. LayerNorm: the same of x − mean x. Computed in float32,
+    returned in the dtype that came; a zero vector gives zero.
+    """
+
+    def __init__(self, size: int, kind: str, config: GPTConfig):
+        """Starts the scale of shape (size,) at one."""
+        self.kind = kind
+        self.scale = nnx.Param(jnp.ones(size, config.param_dtype))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis of x, of any rank."""
+        y = x.astype(jnp.float32)
+        if self.kind == "layernorm":
+            y = y - jnp.mean(y, axis=-1, keepdims=True)
+        y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + EPSILON)
+        scale = jnp.expand_dims(self.scale[...].astype(jnp.float32), tuple(range(x.ndim - 1)))
+        return (y * scale).astype(x.dtype)
+
+
+class MLP(nnx.Module):
+    """The feed-forward layer: down(gelu(up x)), or down(silu(gate x) ∘ up x) for SwiGLU."""
+
+    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+        """Builds `up`, `down` and, for SwiGLU only, `gate`."""
+        inward = (config.model, config.feedforward_F)
+        self.up = Projection("BTD,DF->BTF", inward, config.block_std, config, rngs)
+        self.gate = (
+            Projection("BTD,DF->BTF", inward, config.block_std, config, rngs)
+            if config.activation == "swiglu"
+            else None
+        )
+        outward = (config.feedforward_F, config.model)
+        self.down = Projection("BTF,FD->BTD", outward, config.residual_std, config, rngs)
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        """Applies the layer to each position by itself."""
+        hidden_BTF = self.up(x_BTD)
+        if self.gate is None:
+            hidden_BTF = jax.nn.gelu(hidden_BTF)
+        else:
+            hidden_BTF = jax.nn.silu(self.gate(x_BTD)) * hidden_BTF
+        return self.down(hidden_BTF)
+
+
+def rope(x_BTNH: jax.Array, base: float = 10_000.0) -> jax.Array:
+    """Turns each pair (x_i, x_{i+H/2}) at position t by the angle t · base^(−2i/H).
+
+    The inner product of a turned query and a turned key depends on their positions only through
+    t − s, and lengths are kept. Angles and products are float32; the dtype that came is returned.
+
+    Args:
+      x_BTNH: queries or keys, H even.
+      base: wavelength scale, in positions.
+
+    Returns:
+      An array of the same shape and dtype; position 0 is left as it was.
+
+    References:
+      arXiv 2104.09864, Eq. 34, with the halves rotated instead of neighbours.
+    """
+    half = x_BTNH.shape[-1] // 2
+    frequency = base ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    position = jnp.arange(x_BTNH.shape[1], dtype=jnp.float32)
+    angle = (position[:, None] * frequency[None, :])[None, :, None, :]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return turned.astype(x_BTNH.dtype)
