@@ -1,1 +1,31 @@
 """Monitors that see a language-model training run going wrong before its loss does."""
+
+from stabmon.layout import Layout as Layout
+from stabmon.layout import Rule as Rule
+from stabmon.layout import find_layout as find_layout
+from stabmon.metrics.activations import grade as grade
+from stabmon.metrics.activations import rank_ratio as rank_ratio
+from stabmon.metrics.attention import attention_entropy as attention_entropy
+from stabmon.metrics.attention import max_attention_logit as max_attention_logit
+from stabmon.metrics.expert_load import ExpertLoad as ExpertLoad
+from stabmon.metrics.expert_load import expert_load as expert_load
+from stabmon.metrics.flash import flash_attention_stats as flash_attention_stats
+from stabmon.metrics.qk import QKIncrement as QKIncrement
+from stabmon.metrics.qk import qk_increment as qk_increment
+from stabmon.metrics.router import router_conditioning as router_conditioning
+from stabmon.metrics.router import router_similarity as router_similarity
+from stabmon.metrics.router import routing_entropy as routing_entropy
+from stabmon.metrics.spectrum import SpectrumStats as SpectrumStats
+from stabmon.metrics.spectrum import effective_modes as effective_modes
+from stabmon.metrics.spectrum import effective_rank as effective_rank
+from stabmon.metrics.spectrum import spectral_entropy as spectral_entropy
+from stabmon.metrics.spectrum import spectral_gap as spectral_gap
+from stabmon.metrics.spectrum import spectral_norm as spectral_norm
+from stabmon.metrics.spectrum import stable_rank as stable_rank
+from stabmon.metrics.updates import lag_exponent as lag_exponent
+from stabmon.metrics.updates import noise_outliers as noise_outliers
+from stabmon.metrics.updates import radial_alignment as radial_alignment
+from stabmon.monitor import Monitor as Monitor
+from stabmon.readings import Readings as Readings
+from stabmon.snapshots import Delta as Delta
+from stabmon.snapshots import read_delta as read_delta

@@ -1,0 +1,113 @@
+"""`track_delta`: a transform that keeps a few past parameters in optimizer state.
+
+It changes no update. Reading the differences is `stabmon.read_delta`; measuring them is
+`stabmon.Monitor`.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from stabmon.layout import Select, selection
+from stabmon.snapshots import TrackDeltaState
+
+
+def track_delta(
+    every: int = 50,
+    keep: int = 4,
+    select: Select = None,
+    source: Literal["params", "updates"] = "params",
+) -> optax.GradientTransformationExtraArgs:
+    """Keep snapshots of the parameters, one each `every` steps, the newest `keep` of them.
+
+    Updates pass through untouched. With the default, lags of 50, 100, 150 and 200 steps can be
+    read at each multiple of 50: a long lag, looked at often. Memory: `keep` copies of the selected
+    leaves, sharded like them. Between snapshots nothing is computed or copied.
+
+    Place in the chain: last, after everything that changes the update, `msign` included. Inside
+    `optax.MultiSteps` steps are counted by applied updates.
+
+    Args:
+        every: Steps between snapshots, at least 1.
+        keep: Snapshots kept, at least 1; the longest lag is keep·every.
+        select: Which leaves: None for all floating-point leaves, a regular expression on the path,
+            a predicate (path, leaf), or a tree of booleans. See `stabmon.layout.selection`.
+        source: "params" snapshots the parameters as they are before the update. "updates" sums the
+            updates in float32 instead: bfloat16 parameters swallow changes below 2⁻⁹|w|, the sum
+            does not (one more float32 copy of the selected leaves and one addition a step).
+
+    Returns:
+        A transform whose state is `stabmon.snapshots.TrackDeltaState`.
+
+    Raises:
+        ValueError: `every` or `keep` is below 1, `source` is unknown, or, in `init`, `select`
+            matches nothing; in `update`, `params` is None.
+
+    >>> import jax.numpy as jnp, optax
+    >>> tx = optax.chain(optax.adamw(1e-3), track_delta(every=10, keep=2, select="attn"))
+    >>> state = tx.init({"attn": jnp.ones((4, 4)), "norm": jnp.ones(4)})
+    >>> state[-1].lags
+    (10, 20)
+
+    References:
+        arXiv 2606.28116 watches the accumulated update over a lag (Eq. 1).
+    """
+    for name, value in (("every", every), ("keep", keep)):
+        if value < 1:
+            raise ValueError(f"track_delta: expected {name} >= 1, got {value}")
+    if source not in ("params", "updates"):
+        raise ValueError(f"track_delta: source is 'params' or 'updates', got {source!r}")
+
+    def pick(tree, like):
+        """The selected leaves of `tree`, `optax.MaskedNode` elsewhere."""
+        mask = selection(like, select)
+        return jax.tree.map(lambda keep_it, x: x if keep_it else optax.MaskedNode(), mask, tree)
+
+    def init_fn(params):
+        zeros = pick(optax.tree.zeros_like(params), params)
+        total = None
+        if source == "updates":
+            zeros = jax.tree.map(lambda x: x.astype(jnp.float32), zeros)
+            total = zeros
+        return TrackDeltaState(
+            delta_step=jnp.zeros((), jnp.int32),
+            delta_taken=jnp.full((keep,), -1, jnp.int32),
+            delta_snapshots=tuple(jax.tree.map(jnp.copy, zeros) for _ in range(keep)),
+            delta_total=total,
+            every=every,
+        )
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del extra_args
+        if params is None:
+            raise ValueError(optax.base.NO_PARAMS_MSG)
+        now = pick(params, params) if source == "params" else state.delta_total
+
+        def take(taken, snapshots):
+            return jnp.roll(taken, 1).at[0].set(state.delta_step), (now, *snapshots[:-1])
+
+        # The oldest snapshot falls out at the end, so the j-th entry is always lag j·every and no
+        # index is traced. One scalar predicate: the branch not taken costs nothing.
+        taken, snapshots = jax.lax.cond(
+            state.delta_step % every == 0,
+            take,
+            lambda taken, snapshots: (taken, snapshots),
+            state.delta_taken,
+            state.delta_snapshots,
+        )
+        total = state.delta_total
+        if total is not None:
+            total = jax.tree.map(
+                lambda u, sum_: sum_ + u.astype(jnp.float32), pick(updates, params), total
+            )
+        return updates, TrackDeltaState(
+            delta_step=optax.safe_increment(state.delta_step),
+            delta_taken=taken,
+            delta_snapshots=snapshots,
+            delta_total=total,
+            every=every,
+        )
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)

@@ -1,0 +1,225 @@
+"""`Monitor`: measures a whole parameter tree at chosen cadences inside a jitted step.
+
+It decides when to measure, filters and aggregates. What is measured lives in `tiers.py`, the form
+of the result in `readings.py`, where matrices lie in `layout.py`.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, PyTree
+
+from stabmon import tiers
+from stabmon.layout import Layout, leaves_with_paths
+from stabmon.readings import Readings, aggregate, empty_like
+from stabmon.snapshots import find_state, read_delta
+
+Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
+
+# What detail="brief" keeps: the earliest signal of each kind, with where it is worst.
+BRIEF = re.compile(
+    r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
+    r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
+    r"|delta\d+/q/radial_alignment/(mean|max)"
+    r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
+    r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
+    r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
+    r"|router/(entropy|effective_experts|margin)/(mean|min)"
+    r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
+    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite)/value)"
+)
+
+
+@dataclass(frozen=True)
+class Monitor:
+    """Measures parameters, their changes and activations, each tier at its own cadence.
+
+    Call it inside the jitted train step, before `tx.update`. Each tier stands under one scalar
+    `lax.cond` on the step counter, so an unsampled step computes nothing. The counter comes from
+    the training state, hence is the same on every host and after a restart.
+
+    Attributes:
+        layout: Where the matrices lie; `stabmon.find_layout(params)`.
+        router: Steps between samples of the router tier; 0 is off, as for all tiers.
+        delta: Of spectra of ΔW and of the QK increments, one monitor "delta{lag}" for each lag;
+            a multiple of `track_delta`'s `every`, so that each lag is exact.
+        activations: Of the attention and activation monitors (from `intermediates`).
+        weights: Of norms and stable ranks of the weights themselves.
+        symptoms: Of norms of gradients, updates, parameters and the loss.
+        lags: Which lags of the ring to measure; None: the shortest and the longest.
+        detail: "brief" (at most 60 keys, whatever the depth) or "full" (all, by layer).
+        include: Regular expression on `monitor/metric/aggregate`; only these are kept.
+        exclude: Regular expression; these are dropped.
+        top_k: Experts a token visits, for the router tier.
+        tokens: Bound on the tokens whose activations are decomposed.
+
+    Raises:
+        ValueError: A cadence is negative, `detail` is unknown, a pattern is no regular expression;
+            when called: a cadence that is no multiple of the ring's `every`, an unknown lag, or
+            patterns that leave nothing.
+
+    >>> import jax.numpy as jnp, optax, optax_ext, stabmon
+    >>> attn = {name: {"kernel": jnp.ones((2, 8, 4, 2))} for name in "qkv"}
+    >>> params = {"layers": {"attn": attn}}
+    >>> tx = optax.chain(optax.sgd(0.1), optax_ext.track_delta(every=5, keep=2))
+    >>> monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
+    >>> readings = monitor(jnp.int32(5), params, tx.init(params))
+    >>> sorted(readings.valid)
+    ['delta10', 'delta5', 'symptoms', 'weights']
+    """
+
+    layout: Layout
+    router: int = 10
+    delta: int = 50
+    activations: int = 100
+    weights: int = 500
+    symptoms: int = 10
+    lags: tuple[int, ...] | None = None
+    detail: str = "brief"
+    include: str | None = None
+    exclude: str | None = None
+    top_k: int = 2
+    tokens: int = 512
+
+    def __post_init__(self):
+        for name, cadence in self._cadences().items():
+            if cadence < 0:
+                raise ValueError(f"{name}: expected a cadence >= 0 (0 is off), got {cadence}")
+        if self.detail not in ("brief", "full"):
+            raise ValueError(f"detail is 'brief' or 'full', got {self.detail!r}")
+        for name in ("include", "exclude"):
+            try:
+                re.compile(getattr(self, name) or "")
+            except re.error as error:
+                raise ValueError(f"{name}: no regular expression: {error}") from error
+
+    def due(self, step: int) -> bool:
+        """Whether any tier is sampled at `step`; for the host, which then fetches the readings."""
+        return any(cadence and step % cadence == 0 for cadence in self._cadences().values())
+
+    def __call__(
+        self,
+        step: ArrayLike,
+        params: PyTree,
+        opt_state: PyTree,
+        intermediates: Intermediates = None,
+        *,
+        grads: PyTree | None = None,
+        updates: PyTree | None = None,
+        loss: ArrayLike | None = None,
+    ) -> Readings:
+        """Measure what is due at `step`.
+
+        Args:
+            step: Updates applied so far, an integer scalar.
+            params: Parameters before this step's update.
+            opt_state: Optimizer state before this step's update, with a `track_delta` in it (not
+                needed with delta=0).
+            intermediates: What left the forward pass: "attention_entropy" (L, N),
+                "max_attention_logit" (L, N), "residual" (L, …, D), "router_logits" (L, …, E); or a
+                function without arguments that computes it, called only where it is due.
+            grads: Gradients, for the symptoms.
+            updates: The optimizer's updates, for the symptoms.
+            loss: Scalar loss, for the symptoms.
+        """
+        step = jnp.asarray(step)
+        nothing: dict[str, Array] = {}
+        get = intermediates if callable(intermediates) else lambda: intermediates or nothing
+        valid, values = {}, {}
+
+        def sample(
+            cadence: int, ready: Bool[Array, ""], measure: Callable[[], dict[str, tiers.Metrics]]
+        ) -> None:
+            """Measure the monitors of one tier, all under one conditional."""
+
+            def kept(_):
+                aggregates = {
+                    name: self._kept(name, aggregate(metrics, tiers.WORST_IS_HIGH))
+                    for name, metrics in measure().items()
+                }
+                return {name: metrics for name, metrics in aggregates.items() if metrics}
+
+            shapes = jax.eval_shape(kept, None)
+            if not shapes:
+                return
+            due = (step % cadence == 0) & ready
+            empty = lambda _: {name: empty_like(shape) for name, shape in shapes.items()}
+            values.update(jax.lax.cond(due, kept, empty, None))
+            valid.update(dict.fromkeys(shapes, due))
+
+        always = jnp.ones((), bool)
+        if self.delta:
+            for lag, change in self._deltas(opt_state, params).items():
+                sample(
+                    self.delta,
+                    change.age == lag,
+                    lambda lag=lag, tree=change.tree: {
+                        f"delta{lag}": tiers.delta_metrics(self.layout, params, tree)
+                    },
+                )
+        if self.weights:
+            sample(
+                self.weights, always, lambda: {"weights": tiers.weight_metrics(self.layout, params)}
+            )
+        if self.activations:
+            sample(self.activations, always, lambda: tiers.activation_tier(get(), self.tokens))
+        if self.router:
+            sample(
+                self.router,
+                always,
+                lambda: {"router": tiers.router_metrics(self.layout, params, get(), self.top_k)},
+            )
+        if self.symptoms:
+            sample(
+                self.symptoms,
+                always,
+                lambda: {
+                    "symptoms": tiers.symptom_metrics(self.layout, params, grads, updates, loss)
+                },
+            )
+        if not values:
+            raise ValueError(
+                f"the monitor would measure nothing: cadences {self._cadences()}, "
+                f"include={self.include!r}, exclude={self.exclude!r}, detail={self.detail!r}"
+            )
+        return Readings(
+            step=step.astype(jnp.int32),
+            valid=valid,
+            values=values,
+            leaf_names=tuple(path for path, _ in leaves_with_paths(params)),
+        )
+
+    def _cadences(self) -> dict[str, int]:
+        names = ("router", "delta", "activations", "weights", "symptoms")
+        return {name: getattr(self, name) for name in names}
+
+    def _deltas(self, opt_state, params):
+        state = find_state(opt_state)
+        if self.delta % state.every:
+            raise ValueError(
+                f"delta={self.delta} is no multiple of track_delta's every={state.every}: "
+                f"lags would be inexact; use delta={state.every * -(-self.delta // state.every)} "
+                f"or track_delta(every={self.delta})"
+            )
+        lags = self.lags or tuple(sorted({state.lags[0], state.lags[-1]}))
+        unknown = set(lags) - set(state.lags)
+        if unknown:
+            raise ValueError(f"lags {sorted(unknown)} are not tracked; one of {state.lags}")
+        deltas = read_delta(opt_state, params)
+        return {lag: deltas[lag] for lag in lags}
+
+    def _kept(self, monitor: str, metrics: dict[str, Array]) -> dict[str, Array]:
+        def keep(name: str) -> bool:
+            key = f"{monitor}/{name.removesuffix('@layer')}"
+            if self.exclude and re.search(self.exclude, key):
+                return False
+            if self.include:
+                return re.search(self.include, key) is not None
+            brief = "@layer" not in name and BRIEF.fullmatch(key) is not None
+            return self.detail == "full" or brief
+
+        return {name: value for name, value in metrics.items() if keep(name)}

@@ -1,0 +1,119 @@
+"""Past parameters kept in optimizer state, and how to read differences from them.
+
+The state that `optax_ext.track_delta` fills lives here, so that the monitors can read it without
+depending on the transform. It knows nothing of what is measured on the differences.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Int, PyTree
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrackDeltaState:
+    """State of `optax_ext.track_delta`; structure, shapes and dtypes are fixed by `init`.
+
+    Attributes:
+        delta_step: Updates applied so far.
+        delta_taken: Step of each snapshot, newest first; −1 where none was taken yet.
+        delta_snapshots: `keep` trees, newest first, with `optax.MaskedNode` where not selected.
+        delta_total: Sum of all updates in float32 for source="updates", else None.
+        every: Steps between snapshots; static.
+    """
+
+    delta_step: Int[Array, ""]
+    delta_taken: Int[Array, " keep"]
+    delta_snapshots: tuple[PyTree, ...]
+    delta_total: PyTree | None
+    every: int = field(metadata={"static": True})
+
+    @property
+    def lags(self) -> tuple[int, ...]:
+        """The lags that can be read: every, 2·every, … keep·every."""
+        return tuple(self.every * (i + 1) for i in range(len(self.delta_snapshots)))
+
+
+class Delta(NamedTuple):
+    """How far the parameters moved.
+
+    Attributes:
+        tree: ΔW in float32, structured like the parameters, `optax.MaskedNode` where not tracked.
+        age: Steps that ΔW spans, int32: the lag at a multiple of `every`; 0 (and a zero tree)
+            until a snapshot that old exists.
+    """
+
+    tree: PyTree
+    age: Int[Array, ""]
+
+
+def find_state(opt_state: PyTree) -> TrackDeltaState:
+    """The one `TrackDeltaState` inside an optimizer state, however deeply wrapped.
+
+    Raises:
+        ValueError: There is none, or there are several.
+    """
+    is_state = lambda x: isinstance(x, TrackDeltaState)
+    found = [x for x in jax.tree.leaves(opt_state, is_leaf=is_state) if is_state(x)]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one track_delta state in the optimizer state, found {len(found)}; "
+            + (
+                "pass the part that holds the one you mean"
+                if found
+                else "end the chain with it: optax.chain(optimizer, optax_ext.track_delta())"
+            )
+        )
+    return found[0]
+
+
+def read_delta(opt_state: PyTree, params: PyTree) -> dict[int, Delta]:
+    """ΔW = params − snapshot for every tracked lag: {lag: Delta(tree, age)}.
+
+    Read it before `tx.update`: then at a step that is a multiple of `every` the entry for each lag
+    is W_t − W_{t−lag} exactly and its age is the lag. At other steps, with r steps since the last
+    multiple, the entry's age is lag − every + r. Jit-able; lags that are not used cost nothing.
+
+    Args:
+        opt_state: Optimizer state with one `track_delta` in it.
+        params: Current parameters; with source="updates" only the state is read.
+
+    Raises:
+        ValueError: `opt_state` holds no `track_delta` state, or several.
+
+    >>> import jax.numpy as jnp, optax, optax_ext
+    >>> tx = optax.chain(optax.sgd(1.0), optax_ext.track_delta(every=1, keep=2))
+    >>> params = {"w": jnp.ones((2, 2))}
+    >>> state = tx.init(params)
+    >>> for _ in range(2):
+    ...     updates, state = tx.update({"w": jnp.ones((2, 2))}, state, params)
+    ...     params = optax.apply_updates(params, updates)
+    >>> {lag: (int(d.age), float(d.tree["w"][0, 0])) for lag, d in read_delta(state, params).items()}
+    {1: (1, -1.0), 2: (2, -2.0)}
+    """
+    state = find_state(opt_state)
+    now = params if state.delta_total is None else state.delta_total
+    return {
+        lag: _difference(now, past, state.delta_step, taken)
+        for lag, past, taken in zip(
+            state.lags, state.delta_snapshots, state.delta_taken, strict=True
+        )
+    }
+
+
+def _difference(
+    now: PyTree, past: PyTree, step: Int[Array, ""], taken: Int[Array, ""]
+) -> Delta:
+    def subtract(old, new):
+        if isinstance(old, optax.MaskedNode):
+            return old
+        new, old = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (new, old))
+        return jnp.where(taken >= 0, new - old, jnp.zeros_like(old))
+
+    is_masked = lambda x: isinstance(x, optax.MaskedNode)
+    tree = jax.tree.map(subtract, past, now, is_leaf=is_masked)
+    return Delta(tree, jnp.where(taken >= 0, step - taken, jnp.zeros_like(step)))
