@@ -165,15 +165,15 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> tuple[jax.Arra
 class Attention(nnx.Module):
     """Multi-head or grouped-query self-attention with its four projections."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig):
         """Builds `q`, `k`, `v`, `o` and, on request, `q_norm` and `k_norm`."""
         d, n, k, h = config.model, config.heads, config.kv_heads_K, config.head_dim_H
         std, query_std = config.block_std, 0.0 if config.zero_query else config.block_std
         self.config = config
-        self.q = Projection("BTD,DNH->BTNH", (d, n, h), query_std, config, rngs)
-        self.k = Projection("BSD,DKH->BSKH", (d, k, h), std, config, rngs)
-        self.v = Projection("BSD,DKH->BSKH", (d, k, h), std, config, rngs)
-        self.o = Projection("BTNH,NHD->BTD", (n, h, d), config.residual_std, config, rngs)
+        self.q = Projection("BTD,DNH->BTNH", (d, n, h), query_std, config)
+        self.k = Projection("BSD,DKH->BSKH", (d, k, h), std, config)
+        self.v = Projection("BSD,DKH->BSKH", (d, k, h), std, config)
+        self.o = Projection("BTNH,NHD->BTD", (n, h, d), config.residual_std, config)
         self.q_norm = Norm(h, "rmsnorm", config) if config.qk_norm else None
         self.k_norm = Norm(h, "rmsnorm", config) if config.qk_norm else None
 
@@ -217,7 +217,7 @@ def _group(x_BTN: jax.Array, kv_heads: int) -> jax.Array:
 
 
 def _causal_logits(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
-    """q kᵀ H^-1/2 in float32, BKGTS; −inf where a key lies after the query."""
+    """Scaled q kᵀ in float32, BKGTS; −inf where a key lies after the query."""
     t, kv_heads, h = q_BTNH.shape[1], k_BSKH.shape[2], q_BTNH.shape[3]
     logits_BKGTS = jnp.einsum(
         "BTKGH,BSKH->BKGTS",

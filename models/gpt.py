@@ -14,7 +14,9 @@ Parameter tree, every block parameter stacked over the layers L on axis 0:
     layers/mlp/{up,gate}/kernel (L, D, F)    layers/mlp/down/kernel (L, F, D)  gate: "swiglu"
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import jax
@@ -29,12 +31,12 @@ from models.layers import MLP, Embedding, Norm, Projection
 class Block(nnx.Module):
     """One pre-norm block: x + attn(norm x), then x + mlp(norm x)."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig):
         """Builds `attn_norm`, `attn`, `mlp_norm` and `mlp`."""
         self.attn_norm = Norm(config.model, config.norm, config)
-        self.attn = Attention(config, rngs)
+        self.attn = Attention(config)
         self.mlp_norm = Norm(config.model, config.norm, config)
-        self.mlp = MLP(config, rngs)
+        self.mlp = MLP(config)
 
     def __call__(
         self,
@@ -70,21 +72,18 @@ class GPT(nnx.Module):
           config: shape and choices.
           rngs: its stream "params" is drawn from. None: `nnx.Rngs(0)`.
         """
-        rngs = nnx.Rngs(0) if rngs is None else rngs
         self.config = config
-        self.embed = Embedding(config.vocabulary, config, rngs)
+        self.embed = Embedding(config.vocabulary, config)
         self.positions = (
-            Embedding(config.context, config, rngs) if config.positions == "learned" else None
+            Embedding(config.context, config) if config.positions == "learned" else None
         )
-        make_blocks = nnx.vmap(lambda rngs: Block(config, rngs))
-        self.layers = make_blocks(rngs.fork(split=config.layers))
+        self.layers = nnx.vmap(lambda _: Block(config))(jnp.arange(config.layers))
         self.norm = Norm(config.model, config.norm, config)
         head = (config.model, config.vocabulary)
         self.head = (
-            None
-            if config.tied
-            else Projection("BTD,DV->BTV", head, config.embedding_std, config, rngs)
+            None if config.tied else Projection("BTD,DV->BTV", head, config.embedding_std, config)
         )
+        _draw(self, (nnx.Rngs(0) if rngs is None else rngs).params())
 
     def __call__(
         self,
@@ -97,8 +96,8 @@ class GPT(nnx.Module):
         """Logits of the next token at each position.
 
         Args:
-          tokens_BT: integer token ids below V, T at most `context`. An id out of range gives
-            NaN logits for its sequence from there on.
+          tokens_BT: integer token ids below V, T at most `context`. An id of V or more turns
+            the logits of its whole sequence into NaN.
           gate_L: float32 gate of each layer, handed to `backward`. None: all 1.
           backward: change to the attention's backward pass; see `attention.flash_attention`.
           capture: whether to return intermediates too. Without it none is computed.
@@ -117,7 +116,11 @@ class GPT(nnx.Module):
         """
         config = self.config
         _check_tokens(tokens_BT, config)
-        gate_L = jnp.ones(config.layers) if gate_L is None else jnp.asarray(gate_L, jnp.float32)
+        gate_L = (
+            jnp.ones(config.layers, jnp.float32)
+            if gate_L is None
+            else jnp.asarray(gate_L, jnp.float32)
+        )
         if gate_L.shape != (config.layers,):
             raise ValueError(
                 f"gate_L has shape {gate_L.shape}; write one gate per layer, ({config.layers},)."
@@ -167,7 +170,7 @@ def init_params(config: GPTConfig, seed: int | jax.Array) -> dict[str, Any]:
     >>> init_params(GPTConfig(layers=3, model=8, heads=2), 0)["layers"]["attn"]["q"]["kernel"].shape
     (3, 8, 2, 4)
     """
-    model = GPT(config, rngs=nnx.Rngs(seed))
+    model = GPT(config, rngs=nnx.Rngs(jax.random.key(seed)))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
 
 
@@ -183,19 +186,77 @@ def apply(config: GPTConfig, params: dict[str, Any], tokens_BT: jax.Array, **opt
     Returns:
       What `GPT.__call__` returns.
 
+    Raises:
+      ValueError: a parameter that is missing, unknown or of another shape than `config` says.
+
     >>> config = GPTConfig(layers=1, model=8, heads=2)
     >>> tokens = jnp.zeros((1, 3), jnp.int32)
+    >>> params = init_params(config, 0)
     >>> loss = lambda params: jnp.sum(apply(config, params, tokens) ** 2)
-    >>> jax.grad(loss)(init_params(config, 0))["norm"]["scale"].shape
+    >>> jax.jit(jax.grad(loss))(params)["norm"]["scale"].shape
     (8,)
     """
-    return nnx.merge(_graphdef(config), params)(tokens_BT, **options)
+    graphdef, shapes = _structure(config)
+    _check_params({path: jnp.shape(x) for path, x in _flatten(params).items()}, shapes)
+    return nnx.merge(graphdef, params)(tokens_BT, **options)
 
 
 @lru_cache(maxsize=64)
-def _graphdef(config: GPTConfig) -> nnx.GraphDef[GPT]:
-    """The model's structure without its arrays."""
-    return nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+def _structure(config: GPTConfig) -> tuple[nnx.GraphDef[GPT], dict[str, tuple[int, ...]]]:
+    """The model without its arrays, and the shape of each array by path."""
+    graphdef, state = nnx.split(nnx.eval_shape(lambda: GPT(config)))
+    return graphdef, {path: x.shape for path, x in _flatten(nnx.to_pure_dict(state)).items()}
+
+
+def _flatten(tree: dict[str, Any]) -> dict[str, Any]:
+    """Leaves by path, "layers/attn/q/kernel"."""
+    leaves = jax.tree.leaves_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
+
+
+def _check_params(given: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> None:
+    """Raises at the first parameter, by path, that is not as the config says."""
+    for path in sorted(given.keys() | expected.keys()):
+        if given.get(path) != expected.get(path):
+            raise ValueError(
+                f"params['{path}'] has shape {given.get(path)}, the config says "
+                f"{expected.get(path)} (None: absent); write init_params(config, seed), "
+                "or the config that the parameters were made with."
+            )
+
+
+def _draw(model: GPT, key: jax.Array) -> None:
+    """Fills each parameter that carries a `std` with its part of one long normal draw.
+
+    One draw, because compiling the generator costs about as much as compiling all the rest.
+    """
+    drawn = [
+        (path, param)
+        for path, param in nnx.to_flat_state(nnx.state(model, nnx.Param))
+        if "std" in param.get_metadata()
+    ]
+    values = _normals(
+        key,
+        tuple(param.shape for _, param in drawn),
+        tuple(param.get_metadata("std") for _, param in drawn),
+        model.config.param_dtype,
+    )
+    for (_, param), value in zip(drawn, values, strict=True):
+        param[...] = value
+
+
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def _normals(
+    key: jax.Array, shapes: tuple[tuple[int, ...], ...], stds: tuple[float, ...], dtype: str
+) -> list[jax.Array]:
+    """Independent N(0, std²) arrays of the given shapes."""
+    ends = list(accumulate(map(prod, shapes)))
+    flat = jax.random.normal(key, (ends[-1],), jnp.float32)
+    parts = jnp.split(flat, ends[:-1])
+    return [
+        (std * part.reshape(shape)).astype(dtype)
+        for std, part, shape in zip(stds, parts, shapes, strict=True)
+    ]
 
 
 def _check_tokens(tokens_BT: jax.Array, config: GPTConfig) -> None:

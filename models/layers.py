@@ -14,24 +14,24 @@ EPSILON = 1e-6
 
 
 class Projection(nnx.Module):
-    """A linear map without bias, written as an einsum between an input and `kernel`."""
+    """A linear map without bias, written as an einsum between an input and `kernel`.
 
-    def __init__(
-        self, equation: str, shape: tuple[int, ...], std: float, config: GPTConfig, rngs: nnx.Rngs
-    ):
-        """Draws the kernel from N(0, std²).
+    The kernel is made of zeros and carries the standard deviation it wants as metadata `std`:
+    `gpt.GPT` draws all parameters at once.
+    """
+
+    def __init__(self, equation: str, shape: tuple[int, ...], std: float, config: GPTConfig):
+        """Makes the kernel.
 
         Args:
           equation: einsum of the input and the kernel, e.g. "BTD,DNH->BTNH".
           shape: shape of the kernel.
-          std: standard deviation; 0 gives zeros.
+          std: standard deviation at initialisation; 0 stays zeros.
           config: gives the dtypes.
-          rngs: its stream "params" is drawn from once.
         """
         self.equation = equation
         self.dtype = config.dtype
-        draw = jax.random.normal(rngs.params(), shape, jnp.float32)
-        self.kernel = nnx.Param((std * draw).astype(config.param_dtype))
+        self.kernel = nnx.Param(jnp.zeros(shape, config.param_dtype), std=std)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Applies the map in the dtype of the forward pass."""
@@ -39,12 +39,12 @@ class Projection(nnx.Module):
 
 
 class Embedding(nnx.Module):
-    """A table of one vector per token or position, `embedding`."""
+    """A table `embedding` of one vector per token or position, drawn like a `Projection`."""
 
-    def __init__(self, rows: int, config: GPTConfig, rngs: nnx.Rngs):
-        """Draws the rows × D table from N(0, embedding_std²)."""
-        draw = jax.random.normal(rngs.params(), (rows, config.model), jnp.float32)
-        self.embedding = nnx.Param((config.embedding_std * draw).astype(config.param_dtype))
+    def __init__(self, rows: int, config: GPTConfig):
+        """Makes the rows × D table."""
+        table = jnp.zeros((rows, config.model), config.param_dtype)
+        self.embedding = nnx.Param(table, std=config.embedding_std)
 
 
 class Norm(nnx.Module):
@@ -72,26 +72,33 @@ class Norm(nnx.Module):
 class MLP(nnx.Module):
     """The feed-forward layer: down(gelu(up x)), or down(silu(gate x) ∘ up x) for SwiGLU."""
 
-    def __init__(self, config: GPTConfig, rngs: nnx.Rngs):
+    def __init__(self, config: GPTConfig):
         """Builds `up`, `down` and, for SwiGLU only, `gate`."""
         inward = (config.model, config.feedforward_F)
-        self.up = Projection("BTD,DF->BTF", inward, config.block_std, config, rngs)
+        self.up = Projection("BTD,DF->BTF", inward, config.block_std, config)
         self.gate = (
-            Projection("BTD,DF->BTF", inward, config.block_std, config, rngs)
+            Projection("BTD,DF->BTF", inward, config.block_std, config)
             if config.activation == "swiglu"
             else None
         )
         outward = (config.feedforward_F, config.model)
-        self.down = Projection("BTF,FD->BTD", outward, config.residual_std, config, rngs)
+        self.down = Projection("BTF,FD->BTD", outward, config.residual_std, config)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Applies the layer to each position by itself."""
-        hidden_BTF = self.up(x_BTD)
+        up_BTF = self.up(x_BTD)
+        # Keeps only the activation's input for the backward pass. In the loop over layers every
+        # array kept is copied in and out of a stack, which costs more than computing it again.
         if self.gate is None:
-            hidden_BTF = jax.nn.gelu(hidden_BTF)
+            hidden_BTF = jax.checkpoint(jax.nn.gelu, prevent_cse=False)(up_BTF)
         else:
-            hidden_BTF = jax.nn.silu(self.gate(x_BTD)) * hidden_BTF
+            hidden_BTF = jax.checkpoint(_swiglu, prevent_cse=False)(self.gate(x_BTD), up_BTF)
         return self.down(hidden_BTF)
+
+
+def _swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:
+    """The gated activation, silu(gate) ∘ up."""
+    return jax.nn.silu(gate_BTF) * up_BTF
 
 
 def rope(x_BTNH: jax.Array, base: float = 10_000.0) -> jax.Array:
