@@ -1,0 +1,91 @@
+"""What the alarms of some runs amount to: the lead-time table and one sentence.
+
+What lives here: `alarm_table` and `default_verdict`, both from the events and faults that the runs
+themselves recorded. What does not: raising alarms (`stabmon.alarms`), HTML (`sections`).
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from stabmon.output.panels import default_panels, split_key
+from stabmon.output.runlog import Run
+
+
+def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns the first alarm of each quantity in each run, earliest first.
+
+    Columns: `run` (only with alarms in several runs), `monitor`, `first_alarm`, `after_onset` and
+    `lead`, the steps by which it came before the first alarm on the loss. What does not apply, as
+    without a fault or without an alarm on the loss, is None.
+
+    Args:
+        runs: Runs as they were read.
+    """
+    rows, titles = [], _titles(runs)
+    for run in runs:
+        first = _first_alarms(run)
+        onset, loss = first_onset(run), _loss_alarm(first)
+        for name, step in first.items():
+            row = {"run": run.name, "monitor": titles.get(name, name), "first_alarm": step}
+            row["after_onset"] = None if onset is None else step - onset
+            row["lead"] = None if loss is None else loss - step
+            rows.append(row)
+    several = len({row["run"] for row in rows}) > 1
+    rows.sort(key=lambda row: row["first_alarm"])
+    return [row if several else {k: v for k, v in row.items() if k != "run"} for row in rows]
+
+
+def default_verdict(runs: Sequence[Run]) -> str:
+    """Returns a sentence on the earliest alarm: where, how long after the fault, before the loss.
+
+    Args:
+        runs: Runs as they were read.
+    """
+    alarms = [(step, name, run) for run in runs for name, step in _first_alarms(run).items()]
+    if not alarms:
+        faulty = [run.name for run in runs if run.faults]
+        return f"No alarm, although {', '.join(faulty)} had a fault." if faulty else "No alarm."
+    step, name, run = min(alarms, key=lambda alarm: alarm[0])
+    onset, loss = first_onset(run), _loss_alarm(_first_alarms(run))
+    text = f"{run.name}: first alarm at step {step:,} from {_titles(runs).get(name, name)}"
+    if onset is not None:
+        side = "after" if step >= onset else "before"
+        text += f", {abs(step - onset):,} steps {side} the fault set in"
+    if loss is not None and loss > step:
+        text += f" and {loss - step:,} steps before the loss"
+    elif loss is None:
+        text += "; the loss raised none"
+    return f"{text}."
+
+
+def first_onset(run: Run) -> int | None:
+    """Returns the step at which the run's first fault set in, None without one.
+
+    Args:
+        run: A run as it was read.
+    """
+    onsets = [fault["onset"] for fault in run.faults if isinstance(fault.get("onset"), int)]
+    return min(onsets, default=None)
+
+
+def _titles(runs: Sequence[Run]) -> dict[str, str]:
+    """What a person calls the quantities that the report shows."""
+    shown = [(split_key(panel.mean_key), panel.title) for panel in default_panels(runs)]
+    return {key.quantity: title for key, title in shown if key is not None}
+
+
+def _first_alarms(run: Run) -> dict[str, int]:
+    """Quantity → step of its first alarm."""
+    first: dict[str, int] = {}
+    for event in run.events:
+        if event.get("kind") == "alarm" and isinstance(event.get("step"), int):
+            parts = split_key(str(event.get("key")))
+            name = parts.quantity if parts else str(event.get("key", event.get("rule", "alarm")))
+            first[name] = min(event["step"], first.get(name, event["step"]))
+    return first
+
+
+def _loss_alarm(first: dict[str, int]) -> int | None:
+    """Step of the first alarm on a training loss."""
+    steps = [step for name, step in first.items() if name.split("/")[-1] == "loss"]
+    return min(steps, default=None)
