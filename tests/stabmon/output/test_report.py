@@ -8,6 +8,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from stabmon.output.panels import Panel
 from stabmon.output.report import write_report
 from stabmon.output.runlog import RunLog, load_run
 
@@ -97,15 +98,14 @@ def test_nothing_that_a_run_wrote_is_executed(tmp_path):
         log.event("alarm", 1, rule=EVIL, key=key, value=EVIL)
         log.event(EVIL, 2)
     run = replace(load_run(tmp_path / "run"), name=EVIL)
-    panel_of = [{"monitor": EVIL, EVIL: EVIL}]
-    for name, more in {
-        "own": {},
-        "given": {"title": EVIL, "verdict": EVIL, "table": panel_of},
-    }.items():
+    table, panels = [{"monitor": EVIL, EVIL: EVIL}], [Panel(EVIL, key, worst_key=key, unit=EVIL)]
+    given = {"title": EVIL, "verdict": EVIL, "table": table, "panels": panels}
+    for name, more in {"own": {}, "given": given}.items():
         page = Page(write_report([run], tmp_path / f"{name}.html", **more))
         assert [t for t, _ in page.elements].count("script") == len(page.scripts) == 3
         assert not [t for t, _ in page.elements if t == "img"]
         assert not [a for _, a in page.elements for k in a if k.startswith("on")]
+        assert [a["data-run"] for t, a in page.elements if t == "button"] == [EVIL]
         assert "alert(2)" in page.text
         shown = json.dumps([strip(figure) for figure in page.figures])
         assert "<script" not in shown
