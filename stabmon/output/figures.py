@@ -118,7 +118,7 @@ def _trace(style: Style, key: str, **fields: Any) -> dict[str, Any]:
 
 def _mean(panel: Panel, style: Style) -> dict[str, Any]:
     """The panel's main line; a series of one sample is a dot."""
-    hover = f"<b>%{{y:.4g}}</b><extra>{escape(style.run.name)}</extra>"
+    hover = f"<b>%{{y:.4g}}</b><extra>{escape(style.run.name, quote=False)}</extra>"
     line = {"color": style.color, "dash": style.dash, "width": 2}
     trace = _trace(style, panel.mean_key, line=line, hovertemplate=hover)
     return trace | ({"mode": "markers"} if len(trace["x"]) == 1 else {})
@@ -156,5 +156,5 @@ def _worst(panel: Panel, style: Style) -> list[dict[str, Any]]:
                 f"{name} {part} {at[step]:.0f}" if np.isfinite(at.get(step, np.nan)) else name
                 for name, step in zip(names, trace["x"], strict=True)
             ]
-    hover = f"%{{y:.4g}} worst%{{text}}<extra>{escape(style.run.name)}</extra>"
+    hover = f"%{{y:.4g}} worst%{{text}}<extra>{escape(style.run.name, quote=False)}</extra>"
     return [trace | {"text": names, "hovertemplate": hover}]

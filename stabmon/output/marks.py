@@ -83,11 +83,15 @@ def marks(
         if not on_map:
             shapes.append(edges | fill | {"line": {"width": 0}})
         shapes.append(_vertical(onset, {"color": "#ffffff" if on_map else FAULT, "width": 1.5}))
-        text = {"text": f"{escape(kind)} fault on", "font": {"color": FAULT, "size": 11}}
+        text = {
+            "text": f"{escape(kind, quote=False)} fault on",
+            "font": {"color": FAULT, "size": 11},
+        }
         annotations.append(_above(onset) | text)
     for style in drawn:
         for event in style.run.events:
-            if event.get("kind") != "alarm" and isinstance(event.get("step"), int):
+            action = event.get("kind") not in ("alarm", "finished")
+            if action and isinstance(event.get("step"), int):
                 line = {"color": style.color, "width": 1, "dash": "dot"}
                 shapes.append(_vertical(event["step"], line))
     return shapes, annotations

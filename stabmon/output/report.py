@@ -49,9 +49,11 @@ def write_report(
         out: The file, or a folder in which it is to be `report.html`.
         title: Above the verdict; the names of the runs by default.
         verdict: The sentence in large type; by default what the alarms in the runs amount to.
-        table: Rows of the lead-time table with `monitor`, `first_alarm` (a step, None: never),
-            `after_onset` and `lead` (steps, None: none), and any further columns; by default the
-            first alarm of each quantity.
+        table: Rows of the lead-time table: `monitor`; perhaps its `key`; `first`, the step of its
+            first alarm (None: never); `after`, steps from the onset to it, and `lead`, steps from
+            it to the loss's first alarm (None: there is none), with `lead_is_bound` true where the
+            loss never alarmed; and any further columns. By default the first alarm of each
+            quantity in the runs' own events.
         panels: Charts; by default those that the keys of the runs suggest.
 
     Raises:

@@ -18,10 +18,11 @@ from stabmon.output.verdict import first_onset
 HEADINGS = {
     "run": "Run",
     "monitor": "Monitor",
-    "first_alarm": "First alarm, step",
-    "after_onset": "Steps after onset",
+    "first": "First alarm, step",
+    "after": "Steps after onset",
     "lead": "Lead over the loss",
 }
+_FOLDED = ("key", "lead_is_bound")  # shown within the cells of other columns
 _EVENTS = 200
 
 
@@ -29,13 +30,13 @@ def lead_table(rows: Sequence[Mapping[str, Any]], runs: Sequence[Run], last_step
     """Returns the lead-time table, with a track from the onset to the alarm in each row.
 
     Args:
-        rows: Rows with `monitor`, `first_alarm`, `after_onset`, `lead` and any further columns.
+        rows: Rows as `write_report` describes them.
         runs: The runs that are shown; the first fault of any of them is marked on the tracks.
         last_step: Right end of the tracks.
     """
     if not rows:
         return ""
-    columns = list(dict.fromkeys(key for row in rows for key in row))
+    columns = list(dict.fromkeys(key for row in rows for key in row if key not in _FOLDED))
     columns.sort(key=lambda key: key != "monitor")  # a stable sort: the rest as it came
     onset = min((step for run in runs if (step := first_onset(run)) is not None), default=None)
     head = "".join(
@@ -44,11 +45,7 @@ def lead_table(rows: Sequence[Mapping[str, Any]], runs: Sequence[Run], last_step
     )
     body = ""
     for row in rows:
-        cells = [_cell(key, row.get(key)) for key in columns]
-        if columns[0] == "monitor":
-            name = escape(str(row.get("monitor", "")))
-            track = _track(row.get("first_alarm"), row.get("lead"), onset, last_step)
-            cells[0] = f"<td>{name}{track}</td>"
+        cells = [_cell(key, row, onset, last_step) for key in columns]
         body += f"<tr>{''.join(cells)}</tr>"
     return (
         f"<h2>Who noticed when</h2>"
@@ -86,7 +83,7 @@ def legend(drawn: Sequence[Style], panels: Sequence[Panel]) -> str:
     if "alarm" in kinds:
         mark = f'<path d="M6 2H20L13 13Z" fill="{MUTED}" stroke="{INK}"/>'
         items.append(f"<span>{_picture(mark)}first alarm</span>")
-    if kinds - {"alarm"}:
+    if kinds - {"alarm", "finished"}:
         mark = f'<path d="M13 0V14" stroke="{MUTED}" stroke-dasharray="2 2"/>'
         items.append(f"<span>{_picture(mark)}action</span>")
     return f'<div class="legend">{"".join(items)}</div>'
@@ -135,12 +132,19 @@ def set_up(run: Run) -> str:
     return f'<details class="card"><summary>{summary}</summary><pre>{escape(text)}</pre></details>'
 
 
-def _cell(key: str, value: Any) -> str:
+def _cell(column: str, row: Mapping[str, Any], onset: int | None, last_step: int) -> str:
     """One cell of the lead-time table."""
+    value = row.get(column)
+    if column == "monitor":
+        key = f'<span class="key">{escape(str(row["key"]))}</span>' if "key" in row else ""
+        track = _track(row.get("first"), row.get("lead"), onset, last_step)
+        return f"<td>{escape(_text(value))}{key}{track}</td>"
     if value is None:
-        return f'<td class="never">{"never" if key == "first_alarm" else "&ndash;"}</td>'
-    ahead = ' class="ahead"' if key == "lead" and isinstance(value, int) and value > 0 else ""
-    return f"<td{ahead}>{escape(_text(value))}</td>"
+        return f'<td class="never">{"never" if column == "first" else "&ndash;"}</td>'
+    if column == "lead" and isinstance(value, int) and value > 0:
+        bound = "≥ " if row.get("lead_is_bound") else ""
+        return f'<td class="ahead">{bound}{escape(_text(value))}</td>'
+    return f"<td>{escape(_text(value))}</td>"
 
 
 def _track(alarm: Any, lead: Any, onset: int | None, last_step: int) -> str:

@@ -14,9 +14,9 @@ from stabmon.output.runlog import Run
 def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     """Returns the first alarm of each quantity in each run, earliest first.
 
-    Columns: `run` (only with alarms in several runs), `monitor`, `first_alarm`, `after_onset` and
-    `lead`, the steps by which it came before the first alarm on the loss. What does not apply, as
-    without a fault or without an alarm on the loss, is None.
+    Columns: `run` (only with alarms in several runs), `monitor`, `first`, `after` (steps from the
+    onset, None without a fault) and `lead`, the steps by which it came before the first alarm on
+    the loss, or before the end where the loss had none (`lead_is_bound`).
 
     Args:
         runs: Runs as they were read.
@@ -26,12 +26,13 @@ def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
         first = _first_alarms(run)
         onset, loss = first_onset(run), _loss_alarm(first)
         for name, step in first.items():
-            row = {"run": run.name, "monitor": titles.get(name, name), "first_alarm": step}
-            row["after_onset"] = None if onset is None else step - onset
-            row["lead"] = None if loss is None else loss - step
+            row = {"run": run.name, "monitor": titles.get(name, name), "first": step}
+            row["after"] = None if onset is None else step - onset
+            row["lead"] = (_last_step(run) if loss is None else loss) - step
+            row["lead_is_bound"] = loss is None
             rows.append(row)
     several = len({row["run"] for row in rows}) > 1
-    rows.sort(key=lambda row: row["first_alarm"])
+    rows.sort(key=lambda row: row["first"])
     return [row if several else {k: v for k, v in row.items() if k != "run"} for row in rows]
 
 
@@ -83,6 +84,12 @@ def _first_alarms(run: Run) -> dict[str, int]:
             name = parts.quantity if parts else str(event.get("key", event.get("rule", "alarm")))
             first[name] = min(event["step"], first.get(name, event["step"]))
     return first
+
+
+def _last_step(run: Run) -> int:
+    """Step of the newest sample or event."""
+    samples = [int(steps[-1]) for steps, _ in run.metrics.values()]
+    return max(samples + [e["step"] for e in run.events if isinstance(e.get("step"), int)])
 
 
 def _loss_alarm(first: dict[str, int]) -> int | None:

@@ -79,14 +79,24 @@ def test_every_chart_has_its_place(page):
 
 def test_a_given_verdict_title_and_table_are_shown(demo_runs, tmp_path):
     table = [
-        {"monitor": "Δ2", "first_alarm": 1670, "after_onset": 370, "lead": 1100, "heads": 0.25},
-        {"monitor": "‖W‖", "first_alarm": None, "after_onset": None, "lead": None},
+        {
+            "monitor": "Δ2",
+            "first": 1670,
+            "after": 370,
+            "lead": 1100,
+            "heads": 0.25,
+            "key": "my/own/key",
+            "lead_is_bound": True,
+        },
+        {"monitor": "‖W‖", "first": None, "after": None, "lead": None},
     ]
     out = tmp_path / "sub" / "page.html"
     assert write_report(demo_runs, out, title="Seed 7", verdict="All well", table=table) == out
     page = Page(out)
-    for text in ("Seed 7", "All well", "Lead over the loss", "1,670", "1,100", "heads", "never"):
+    for text in ("Seed 7", "All well", "Lead over the loss", "1,670", "≥ 1,100", "heads", "never"):
         assert text in page.text
+    assert "my/own/key" in page.text
+    assert "bound" not in page.text
 
 
 def test_nothing_that_a_run_wrote_is_executed(tmp_path):

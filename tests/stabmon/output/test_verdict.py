@@ -25,18 +25,19 @@ def test_the_demo_is_told_in_order_of_the_alarms(demo_runs):
         "Attention entropy",
         "Loss",
     ]
-    first = {"monitor": "Δ2 modes, lag 50", "first_alarm": 680, "after_onset": 380, "lead": 1100}
-    assert table[0] == first
+    first = {"monitor": "Δ2 modes, lag 50", "first": 680, "after": 380, "lead": 1100}
+    assert table[0] == first | {"lead_is_bound": False}
     assert table[-1]["lead"] == 0
 
 
-def test_what_does_not_apply_is_none():
-    (row,) = alarm_table([made(alarms=[DELTA, (DELTA[0], 700)])])
+def test_without_fault_and_alarm_on_the_loss_the_lead_is_a_bound():
+    row, _ = alarm_table([made(alarms=[DELTA, (DELTA[0], 700), ("other", 1000)])])
     assert row == {
         "monitor": "delta50/delta2/modes",
-        "first_alarm": 680,
-        "after_onset": None,
-        "lead": None,
+        "first": 680,
+        "after": None,
+        "lead": 320,
+        "lead_is_bound": True,
     }
 
 
