@@ -4,8 +4,6 @@ It changes no update. Reading the differences is `stabmon.read_delta`; measuring
 `stabmon.Monitor`.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import optax
@@ -18,7 +16,7 @@ def track_delta(
     every: int = 50,
     keep: int = 4,
     select: Select = None,
-    source: Literal["params", "updates"] = "params",
+    source: str = "params",
 ) -> optax.GradientTransformationExtraArgs:
     """Keep snapshots of the parameters, one each `every` steps, the newest `keep` of them.
 
@@ -82,7 +80,9 @@ def track_delta(
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
         if params is None:
-            raise ValueError(optax.base.NO_PARAMS_MSG)
+            raise ValueError(
+                "track_delta: `update` got params=None; call tx.update(grads, state, params)"
+            )
         now = pick(params, params) if source == "params" else state.delta_total
 
         def take(taken, snapshots):

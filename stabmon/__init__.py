@@ -3,6 +3,7 @@
 from stabmon.layout import Layout as Layout
 from stabmon.layout import Rule as Rule
 from stabmon.layout import find_layout as find_layout
+from stabmon.layout import selection as selection
 from stabmon.metrics.activations import grade as grade
 from stabmon.metrics.activations import rank_ratio as rank_ratio
 from stabmon.metrics.attention import attention_entropy as attention_entropy

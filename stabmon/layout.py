@@ -6,7 +6,7 @@ measured on the collected matrices is decided in `monitor.py`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -257,8 +257,10 @@ def selection(params: PyTree, select: Select) -> PyTree[bool]:
     elif isinstance(select, str):
         chosen = [re.search(select, path_name(path)) is not None for path, _ in leaves]
     elif select is None:
-        chosen = [np.issubdtype(leaf.dtype, np.inexact) or leaf.dtype == jnp.bfloat16
-                  for _, leaf in leaves]
+        chosen = [
+            np.issubdtype(leaf.dtype, np.inexact) or leaf.dtype == jnp.bfloat16
+            for _, leaf in leaves
+        ]
     else:
         flags, given = jax.tree.flatten(select)
         if given != structure:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from stabmon import tiers
 from stabmon.layout import Layout, leaves_with_paths
-from stabmon.readings import Readings, aggregate, empty_like
+from stabmon.readings import LAYER, Readings, aggregate, pack, packed_keys
 from stabmon.snapshots import find_state, read_delta
 
 Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
@@ -30,7 +30,7 @@ BRIEF = re.compile(
     r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
     r"|router/(entropy|effective_experts|margin)/(mean|min)"
     r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
-    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite)/value)"
+    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
 )
 
 
@@ -129,7 +129,7 @@ class Monitor:
         step = jnp.asarray(step)
         nothing: dict[str, Array] = {}
         get = intermediates if callable(intermediates) else lambda: intermediates or nothing
-        valid, values = {}, {}
+        valid, values, keys = {}, {}, {}
 
         def sample(
             cadence: int, ready: Bool[Array, ""], measure: Callable[[], dict[str, tiers.Metrics]]
@@ -146,9 +146,16 @@ class Monitor:
             shapes = jax.eval_shape(kept, None)
             if not shapes:
                 return
+            names = {monitor: packed_keys(monitor, shape) for monitor, shape in shapes.items()}
             due = (step % cadence == 0) & ready
-            empty = lambda _: {name: empty_like(shape) for name, shape in shapes.items()}
-            values.update(jax.lax.cond(due, kept, empty, None))
+            packed = jax.lax.cond(
+                due,
+                lambda _: {monitor: pack(metrics) for monitor, metrics in kept(_).items()},
+                lambda _: {m: jnp.full(len(row), jnp.nan, jnp.float32) for m, row in names.items()},
+                None,
+            )
+            keys.update(names)
+            values.update(packed)
             valid.update(dict.fromkeys(shapes, due))
 
         always = jnp.ones((), bool)
@@ -190,6 +197,7 @@ class Monitor:
             step=step.astype(jnp.int32),
             valid=valid,
             values=values,
+            keys=tuple(keys.items()),
             leaf_names=tuple(path for path, _ in leaves_with_paths(params)),
         )
 
@@ -214,12 +222,12 @@ class Monitor:
 
     def _kept(self, monitor: str, metrics: dict[str, Array]) -> dict[str, Array]:
         def keep(name: str) -> bool:
-            key = f"{monitor}/{name.removesuffix('@layer')}"
+            key = f"{monitor}/{name.removesuffix(LAYER)}"
             if self.exclude and re.search(self.exclude, key):
                 return False
             if self.include:
                 return re.search(self.include, key) is not None
-            brief = "@layer" not in name and BRIEF.fullmatch(key) is not None
+            brief = not name.endswith(LAYER) and BRIEF.fullmatch(key) is not None
             return self.detail == "full" or brief
 
         return {name: value for name, value in metrics.items() if keep(name)}

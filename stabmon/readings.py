@@ -1,16 +1,21 @@
-"""What a monitored step brings back: one fixed-structure tree of small arrays, and its flat form.
+"""What a monitored step brings back: one short vector a monitor, and its flat, named form.
 
-Aggregation over heads and layers happens here, on the device; naming (`delta50/layer_03/…`) happens
-in `Readings.flatten`, on the host. What is measured is decided in `tiers.py`.
+Aggregation over heads and layers and packing happen here, on the device; keys are static, so that
+a step has a handful of outputs however many values it measures. What is measured is decided in
+`tiers.py`.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
+
+LAYER = "@layer"
+FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"
 
 
 @jax.tree_util.register_dataclass
@@ -21,43 +26,44 @@ class Readings:
     Attributes:
         step: Step that was measured, int32.
         valid: Per monitor (such as "delta50"), whether it was sampled at this step and had all it
-            needs. Values of a monitor that is not valid are NaN.
-        values: {monitor: {"metric/aggregate": scalar, "metric/aggregate@layer": (L,)}}.
-        leaf_names: Paths of the parameters, static.
+            needs.
+        values: Per monitor, a float32 vector of its values; NaN where it is not valid.
+        keys: Per monitor, the keys of that vector; static.
+        leaf_names: Paths of the parameters; static.
+
+    The fields are annotated loosely: JAX rebuilds the tree around shapes and placeholders too.
     """
 
-    step: Int[Array, ""]
-    valid: dict[str, Bool[Array, ""]]
-    values: dict[str, dict[str, Array]]
+    step: Any
+    valid: dict[str, Any]
+    values: dict[str, Any]
+    keys: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), metadata={"static": True})
     leaf_names: tuple[str, ...] = field(default=(), metadata={"static": True})
 
     def flatten(self) -> dict[str, float]:
-        """Values of the valid monitors by key; blocks until the device has them.
+        """Values of the valid monitors by key, on the host; blocks until the device has them.
 
         Keys are `{monitor}/layer_{i}/{metric}/{aggregate}` and
         `{monitor}/global/{metric}/{aggregate}`.
         """
         valid, values = jax.device_get((self.valid, self.values))
-        flat = {}
-        for monitor, metrics in values.items():
-            if not valid[monitor]:
-                continue
-            for name, value in metrics.items():
-                if value.ndim == 0:
-                    flat[f"{monitor}/global/{name}"] = float(value)
-                for layer, x in enumerate(value if value.ndim else ()):
-                    flat[f"{monitor}/layer_{layer:02d}/{name.removesuffix('@layer')}"] = float(x)
-        return flat
+        return {
+            key: value
+            for monitor, keys in self.keys
+            if valid[monitor]
+            for key, value in zip(keys, values[monitor].tolist(), strict=True)
+        }
 
     def offender(self) -> str | None:
         """Path of the first parameter whose gradient or update is not finite.
 
         None if all are finite, or the symptoms were not sampled at this step.
         """
-        index = self.values.get("symptoms", {}).get("first_nonfinite/value")
-        if index is None or not float(index) >= 0:
+        keys = dict(self.keys).get("symptoms", ())
+        if FIRST_NONFINITE not in keys:
             return None
-        return self.leaf_names[int(index)]
+        index = float(self.values["symptoms"][keys.index(FIRST_NONFINITE)])
+        return self.leaf_names[int(index)] if index >= 0 else None
 
 
 def aggregate(
@@ -82,13 +88,13 @@ def aggregate(
             out[f"{name}/value"] = x
             continue
         if x.ndim == 1:
-            out[f"{name}/value@layer"] = x
+            out[f"{name}/value{LAYER}"] = x
         else:
-            out[f"{name}/mean@layer"] = jnp.mean(x, axis=1)
-            out[f"{name}/p10@layer"] = jnp.percentile(x, 10, axis=1)
-            out[f"{name}/p90@layer"] = jnp.percentile(x, 90, axis=1)
-            out[f"{name}/{side}@layer"] = extreme(x, axis=1)
-            out[f"{name}/worst_head@layer"] = pick(x, axis=1).astype(jnp.float32)
+            out[f"{name}/mean{LAYER}"] = jnp.mean(x, axis=1)
+            out[f"{name}/p10{LAYER}"] = jnp.percentile(x, 10, axis=1)
+            out[f"{name}/p90{LAYER}"] = jnp.percentile(x, 90, axis=1)
+            out[f"{name}/{side}{LAYER}"] = extreme(x, axis=1)
+            out[f"{name}/worst_head{LAYER}"] = pick(x, axis=1).astype(jnp.float32)
         out[f"{name}/mean"] = jnp.mean(x)
         out[f"{name}/p10"] = jnp.percentile(x, 10)
         out[f"{name}/p90"] = jnp.percentile(x, 90)
@@ -101,6 +107,19 @@ def aggregate(
     return out
 
 
-def empty_like(shapes: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, Array]:
-    """NaN arrays of the given shapes."""
-    return {name: jnp.full(s.shape, np.nan, s.dtype) for name, s in shapes.items()}
+def pack(aggregates: Mapping[str, Array]) -> Float[Array, " values"]:
+    """All values of one monitor in a row, in the order of `packed_keys`."""
+    rows = [jnp.ravel(x).astype(jnp.float32) for _, x in sorted(aggregates.items())]
+    return jnp.concatenate(rows)
+
+
+def packed_keys(monitor: str, aggregates: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
+    """Keys of the values that `pack` puts in a row."""
+    keys: list[str] = []
+    for name, shape in sorted(aggregates.items()):
+        if name.endswith(LAYER):
+            tail = name.removesuffix(LAYER)
+            keys += [f"{monitor}/layer_{i:02d}/{tail}" for i in range(int(np.prod(shape.shape)))]
+        else:
+            keys.append(f"{monitor}/global/{name}")
+    return tuple(keys)

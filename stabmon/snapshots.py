@@ -5,12 +5,14 @@ depending on the transform. It knows nothing of what is measured on the differen
 """
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int, PyTree
+
+from stabmon.metrics.checks import as_float
 
 
 @jax.tree_util.register_dataclass
@@ -19,17 +21,19 @@ class TrackDeltaState:
     """State of `optax_ext.track_delta`; structure, shapes and dtypes are fixed by `init`.
 
     Attributes:
-        delta_step: Updates applied so far.
-        delta_taken: Step of each snapshot, newest first; −1 where none was taken yet.
+        delta_step: Updates applied so far, int32 scalar.
+        delta_taken: int32 (keep,): step of each snapshot, newest first; −1 where there is none.
         delta_snapshots: `keep` trees, newest first, with `optax.MaskedNode` where not selected.
         delta_total: Sum of all updates in float32 for source="updates", else None.
         every: Steps between snapshots; static.
+
+    The fields are annotated loosely: JAX rebuilds the state around shapes and placeholders too.
     """
 
-    delta_step: Int[Array, ""]
-    delta_taken: Int[Array, " keep"]
-    delta_snapshots: tuple[PyTree, ...]
-    delta_total: PyTree | None
+    delta_step: Any
+    delta_taken: Any
+    delta_snapshots: tuple[Any, ...]
+    delta_total: Any
     every: int = field(metadata={"static": True})
 
     @property
@@ -92,7 +96,8 @@ def read_delta(opt_state: PyTree, params: PyTree) -> dict[int, Delta]:
     >>> for _ in range(2):
     ...     updates, state = tx.update({"w": jnp.ones((2, 2))}, state, params)
     ...     params = optax.apply_updates(params, updates)
-    >>> {lag: (int(d.age), float(d.tree["w"][0, 0])) for lag, d in read_delta(state, params).items()}
+    >>> deltas = read_delta(state, params)
+    >>> {lag: (int(d.age), float(d.tree["w"][0, 0])) for lag, d in deltas.items()}
     {1: (1, -1.0), 2: (2, -2.0)}
     """
     state = find_state(opt_state)
@@ -105,13 +110,11 @@ def read_delta(opt_state: PyTree, params: PyTree) -> dict[int, Delta]:
     }
 
 
-def _difference(
-    now: PyTree, past: PyTree, step: Int[Array, ""], taken: Int[Array, ""]
-) -> Delta:
+def _difference(now: PyTree, past: PyTree, step: Int[Array, ""], taken: Int[Array, ""]) -> Delta:
     def subtract(old, new):
         if isinstance(old, optax.MaskedNode):
             return old
-        new, old = (x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in (new, old))
+        new, old = as_float(new, "read_delta"), as_float(old, "read_delta")
         return jnp.where(taken >= 0, new - old, jnp.zeros_like(old))
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)

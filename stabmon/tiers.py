@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, PyTree
 
 from stabmon.layout import CANONICAL, Layout
 from stabmon.metrics.activations import grade, rank_ratio, sample_tokens
+from stabmon.metrics.expert_load import expert_load
 from stabmon.metrics.qk import increment_spectra
 from stabmon.metrics.router import (
     router_conditioning,
@@ -21,7 +22,6 @@ from stabmon.metrics.router import (
     router_z,
     routing_entropy,
 )
-from stabmon.metrics.expert_load import expert_load
 from stabmon.metrics.spectrum import power_norm, spectrum_stats
 from stabmon.metrics.symptoms import norm
 from stabmon.metrics.updates import radial_alignment
@@ -106,9 +106,10 @@ def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
 
 
 def activation_tier(intermediates: Mapping[str, Array], tokens: int) -> dict[str, Metrics]:
-    """The attention monitor (entropy in nats and largest logit of every head) and the activation
-    monitor (rank ratio and grade of the residual stream after every layer, on at most `tokens`
-    tokens), each as far as its arrays are there.
+    """The attention and the activation monitor, each as far as its arrays are there.
+
+    Attention: entropy in nats and largest logit of every head. Activations: rank ratio and grade
+    of the residual stream after every layer, on at most `tokens` tokens.
     """
     names = {"attention_entropy": "entropy", "max_attention_logit": "max_logit"}
     attention = {new: intermediates[old] for old, new in names.items() if old in intermediates}

@@ -26,7 +26,7 @@ def as_float(x: ArrayLike, name: str) -> Float[Array, "..."]:
         raise ValueError(
             f"{name}: expected a floating dtype, got {x.dtype}; convert with .astype(jnp.float32)"
         )
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    return x if jnp.finfo(x.dtype).bits >= 32 else x.astype(jnp.float32)
 
 
 def all_finite(*arrays: Float[Array, "..."]) -> Bool[Array, ""]:
@@ -34,9 +34,7 @@ def all_finite(*arrays: Float[Array, "..."]) -> Bool[Array, ""]:
     return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays]))
 
 
-def nan_unless(
-    valid: Bool[Array, ""], value: Float[Array, "*shape"]
-) -> Float[Array, "*shape"]:
+def nan_unless(valid: Bool[Array, ""], value: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """`value` in float32 where `valid` holds, NaN elsewhere."""
     value = value.astype(jnp.float32)
     return jnp.where(valid, value, jnp.full_like(value, jnp.nan))

@@ -84,8 +84,8 @@ def entropy_of_spectrum(sigma: Float[Array, " r"], alpha: float | int = 2.0) -> 
 
 def spectrum_stats(sigma: Float[Array, " r"]) -> SpectrumStats:
     """All of `SpectrumStats` from given singular values (r,), not necessarily sorted."""
-    norm = jnp.linalg.norm(sigma)
     largest = jnp.max(sigma)
+    norm = largest * jnp.linalg.norm(sigma / _positive(largest))
     entropy = entropy_of_spectrum(sigma)
     return SpectrumStats(
         norm=norm,

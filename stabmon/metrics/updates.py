@@ -80,8 +80,8 @@ def lag_exponent(
         raise ValueError(f"lag_exponent: expected 0 < short < long, got {lag_short}, {lag_long}")
     short, long = as_float(short, "lag_exponent"), as_float(long, "lag_exponent")
     valid = (short > 0) & (long > 0)
-    ratio = jnp.where(valid, long, jnp.ones_like(long)) / jnp.where(valid, short, jnp.ones_like(short))
-    exponent = (jnp.log(ratio) / math.log(lag_long / lag_short)).astype(jnp.float32)
+    long, short = (jnp.where(valid, x, jnp.ones_like(x)) for x in (long, short))
+    exponent = (jnp.log(long / short) / math.log(lag_long / lag_short)).astype(jnp.float32)
     return jnp.where(valid, exponent, jnp.full_like(exponent, jnp.nan))
 
 

@@ -1,0 +1,205 @@
+"""Does the monitor call a low-precision attention fault before the loss does?
+
+Question: O loses its mantissa in the attention backward from some step on; everything else is
+exact. Which monitor notices first, and how long before the loss?
+
+    python -m experiments.attention_fault demo         one faulty run and its matched clean run
+    python -m experiments.attention_fault seeds        the same for several seeds: the table
+    python -m experiments.attention_fault reference    learn the reference anew from clean seeds
+
+Two layers, 2,400 steps; `demo` about 2 minutes on two cores, `seeds` three times that, `reference`
+twice. A run that is already there is not run again. Results: `experiments/README.md`.
+
+Each faulty run is judged against a reference learned from clean runs of other seeds: an alarm is
+|z| > 5 in two samples running. Metrics that sit at another level for every seed (norms, stable
+rank, logits, attention entropy) are compared with the run's own healthy window. The matched clean
+run has the same seed, data, initialisation and even compiled program; its fault never comes on.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from experiments.faults import AttentionFault
+from experiments.train import Config as TrainConfig
+from experiments.train import MonitorConfig, train
+from models.config import GPTConfig
+from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.lead import Lead, lead_times, replay
+from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.output.report import write_report
+from stabmon.output.runlog import Run, load_run
+
+REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"
+LOSS = "symptoms/global/loss/value"
+MONITORS: dict[str, tuple[str, Judged]] = {
+    "Δ2 spectrum": ("delta50/global/delta2/effective_rank/mean", "reference"),
+    "Δ1 spectrum": ("delta50/global/delta1/effective_rank/mean", "reference"),
+    "Δ3 spectrum": ("delta50/global/delta3/effective_rank/mean", "reference"),
+    "ΔW_q spectrum": ("delta50/global/query/effective_rank/mean", "reference"),
+    "radial alignment of W_q": ("delta200/global/q/radial_alignment/mean", "reference"),
+    "stable rank of W_q": ("weights/global/q/stable_rank/mean", "own"),
+    "‖W_q‖": ("weights/global/q/norm/mean", "own"),
+    "largest attention logit": ("attention/global/max_logit/max", "own"),
+    "attention entropy": ("attention/global/entropy/mean", "own"),
+    "gradient norm": ("symptoms/global/grad_norm/value", "reference"),
+    "loss": (LOSS, "reference"),
+}
+MODEL = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
+KEYS = {name: key for name, (key, _) in MONITORS.items()}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to run.
+
+    Attributes:
+        command: demo, seeds or reference.
+        seeds: Seeds of the faulty runs and their matched clean runs; `demo` takes the first.
+        reference_seeds: Clean seeds of the reference; none of `seeds`.
+        steps: Length of every run.
+        onset: First step with the fault.
+        bits_o: Low mantissa bits that O loses.
+        model: Shape of the model.
+        runs: Where runs lie.
+        reference: File of the reference.
+        window: Healthy steps, for metrics judged by the run's own level.
+    """
+
+    command: Annotated[Literal["demo", "seeds", "reference"], tyro.conf.Positional] = "demo"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    reference_seeds: tuple[int, ...] = (100, 101, 102, 103)
+    steps: int = 2400
+    onset: int = 300
+    bits_o: int = 7
+    model: GPTConfig = MODEL
+    runs: Path = Path("runs")
+    reference: Path = REFERENCE
+    window: tuple[int, int] = (100, 300)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One seed: the faulty run, its matched clean run, and what the detector made of both."""
+
+    faulty: Run
+    clean: Run
+    table: list[Lead]
+    false_alarms: list[str]
+
+
+def main(config: Config) -> list[Result]:
+    """Carry out `config.command`; the results that it judged."""
+    console = Console()
+    if config.command == "reference":
+        learn_reference(config).save(config.reference)
+        console.print(f"reference: {config.reference}")
+        return []
+    reference = Reference.load(config.reference)
+    seeds = config.seeds[:1] if config.command == "demo" else config.seeds
+    results = []
+    for seed in seeds:
+        result = one_seed(config, seed, reference)
+        results.append(result)
+        console.print(lead_table(result, seed))
+        console.print(verdict(result, config.onset))
+        report = write_report(
+            [result.faulty, result.clean],
+            result.faulty.folder / "report.html",
+            title="Low-precision attention",
+            verdict=verdict(result, config.onset),
+            table=[row.__dict__ for row in result.table],
+        )
+        console.print(f"report: {report}")
+    if config.command == "seeds":
+        console.print(seeds_markdown(results, seeds))
+    return results
+
+
+def run_one(config: Config, seed: int, armed: bool, reference: Path | None) -> Run:
+    """Train one run, unless it is finished already, and read it back."""
+    name = f"attention-{'fault' if armed else 'clean'}-seed{seed}"
+    settings = TrainConfig(
+        name=name,
+        runs=config.runs,
+        steps=config.steps,
+        seed=seed,
+        model=config.model,
+        monitor=MonitorConfig(detail="full"),
+        fault=AttentionFault(bits_o=config.bits_o, onset=config.onset),
+        armed=armed,
+        reference=reference,
+        checkpoint_every=0,
+        resume=True,
+    )
+    train(settings)
+    return load_run(config.runs / name)
+
+
+def learn_reference(config: Config) -> Reference:
+    """The reference from the clean seeds."""
+    runs = [run_one(config, seed, False, None) for seed in config.reference_seeds]
+    command = "python -m experiments.attention_fault reference"
+    keys = dict(MONITORS.values())
+    return learn(runs, keys, config.window, source={"command": command, "steps": config.steps})
+
+
+def one_seed(config: Config, seed: int, reference: Reference) -> Result:
+    """A faulty run and its matched clean run, judged by the same detector."""
+    if seed in config.reference_seeds:
+        raise ValueError(f"seed {seed} is in the reference: it would judge itself")
+    faulty = run_one(config, seed, True, config.reference)
+    clean = run_one(config, seed, False, config.reference)
+    alarms = replay(faulty, BandDetector(reference))
+    table = lead_times(alarms, KEYS, LOSS, config.steps, config.onset)
+    false_alarms = replay(clean, BandDetector(reference))
+    return Result(faulty, clean, table, [k for k in KEYS if KEYS[k] in false_alarms])
+
+
+def lead_table(result: Result, seed: int) -> Table:
+    """The lead-time table for the terminal."""
+    table = Table(title=f"First alarms, seed {seed}")
+    for column in ("monitor", "first alarm", "after onset", "lead over the loss"):
+        table.add_column(column, justify="left" if column == "monitor" else "right")
+    for row in result.table:
+        never = row.first is None
+        bound = "> " if row.lead_is_bound else ""
+        table.add_row(
+            row.monitor,
+            "never" if never else str(row.first),
+            "" if row.after is None else f"{row.after:+d}",
+            "" if never or row.monitor == "loss" else f"{bound}{row.lead}",
+        )
+    return table
+
+
+def verdict(result: Result, onset: int) -> str:
+    """The sentence above the evidence."""
+    steps = {row.monitor: row for row in result.table}
+    spectrum, loss = steps["Δ2 spectrum"], steps["loss"]
+    if spectrum.first is None:
+        return "The Δ2 spectrum did not react to the fault."
+    seen = f"Fault at step {onset}. The Δ2 spectrum calls it at step {spectrum.first}"
+    if loss.first is None:
+        return f"{seen}; the loss does not before the run ends."
+    return f"{seen}, {spectrum.lead} steps before the loss ({loss.first})."
+
+
+def seeds_markdown(results: list[Result], seeds: tuple[int, ...]) -> str:
+    """First alarms by seed, as a table for `experiments/README.md`."""
+    head = "| monitor | " + " | ".join(f"seed {s}" for s in seeds) + " |\n"
+    lines = [head + "|---" * (len(seeds) + 1) + "|"]
+    for name in KEYS:
+        firsts = [next(r.first for r in x.table if r.monitor == name) for x in results]
+        lines.append(f"| {name} | " + " | ".join(str(f or "never") for f in firsts) + " |")
+    quiet = [", ".join(x.false_alarms) or "none" for x in results]
+    lines.append("| alarms in the matched clean run | " + " | ".join(quiet) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))

@@ -1,0 +1,341 @@
+"""The training loop, written to be copied.
+
+One jitted, donated step does everything: loss, gradients, optimizer, monitors. What it measures
+leaves as data and is written while the next step already runs, so the device never waits for the
+host. A run is a folder (`stabmon.output.runlog`); `--resume` continues it bit for bit.
+
+    python -m experiments.train --name first --steps 1000
+    python -m experiments.train --name first --steps 1000 --resume
+"""
+
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+
+import optax_ext
+import stabmon
+from experiments.checkpoints import Checkpoints, TrainState
+from experiments.data import batches, load_corpus
+from experiments.faults import AttentionFault
+from experiments.progress import Board
+from models.config import GPTConfig
+from models.gpt import apply, init_params
+from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.lead import replay
+from stabmon.alarms.reference import Reference
+from stabmon.output.runlog import RunLog, load_run
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up, and the snapshot ring behind it.
+
+    Attributes:
+        learning_rate: Peak learning rate.
+        warmup: Steps of linear warm-up.
+        schedule: What follows: "constant", or "linear" or "cosine" down to a tenth.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        weight_decay: On block matrices only.
+        clip: Global gradient norm; None: no clipping.
+        every: Steps between snapshots of the query and key matrices.
+        keep: Snapshots kept.
+    """
+
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float | None = None
+    every: int = 50
+    keep: int = 4
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Cadences of the monitor's tiers; see `stabmon.Monitor`."""
+
+    delta: int = 50
+    activations: int = 50
+    weights: int = 50
+    symptoms: int = 10
+    detail: Literal["brief", "full"] = "brief"
+    sequences: int = 4
+
+
+@dataclass(frozen=True)
+class Config:
+    """One training run.
+
+    Attributes:
+        name: Folder under `runs`.
+        runs: Where runs lie.
+        data: Text file, folder or token file; None: the Python standard library's sources.
+        steps: Length of the run.
+        seed: Of initialisation and data order.
+        batch: Sequences a step, of `model.context` tokens.
+        model: Shape of the model.
+        optimizer: Optimizer and snapshot ring.
+        monitor: What is measured how often.
+        fault: Injected into the attention backward; None: none.
+        armed: Whether the fault ever comes on. False runs the very same program without it: the
+            matched clean run.
+        reference: File of a reference (`stabmon.alarms.reference`); samples are judged by it while
+            the run goes on, and alarms printed and journalled. None: no alarms.
+        checkpoint_every: Steps between checkpoints; 0: only at the end.
+        resume: Go on from the newest checkpoint.
+        quiet: No progress on the terminal.
+    """
+
+    name: str = "run"
+    runs: Path = Path("runs")
+    data: Path | None = None
+    steps: int = 1000
+    seed: int = 0
+    batch: int = 16
+    model: GPTConfig = field(default_factory=GPTConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    fault: AttentionFault | None = None
+    armed: bool = True
+    reference: Path | None = None
+    checkpoint_every: int = 500
+    resume: bool = False
+    quiet: bool = False
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to.
+
+    Attributes:
+        folder: The run's folder.
+        step: Steps done; fewer than asked for if it was interrupted.
+        loss: Training loss of the last step, nats per token.
+        held_out: Mean loss on the held-out split, nats per token.
+    """
+
+    folder: Path
+    step: int
+    loss: float
+    held_out: float
+
+
+def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
+    """The chain: clip → AdamW → snapshot ring."""
+    decay_steps = {
+        "constant": lambda peak: optax.constant_schedule(peak),
+        "linear": lambda peak: optax.linear_schedule(peak, peak / 10, 10 * config.warmup),
+        "cosine": lambda peak: optax.cosine_decay_schedule(peak, 10 * config.warmup, 0.1),
+    }
+    peak = config.learning_rate
+    schedule = optax.join_schedules(
+        [optax.linear_schedule(0.0, peak, config.warmup), decay_steps[config.schedule](peak)],
+        [config.warmup],
+    )
+    matrices = layout.selects("all")
+    return optax.chain(
+        optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip),
+        optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=lambda params: stabmon.selection(params, matrices),
+        ),
+        optax_ext.track_delta(config.every, config.keep, select=r"attn/[qk]/"),
+    )
+
+
+def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats per token; logits (B, T, V), targets (B, T)."""
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+@lru_cache(maxsize=8)
+def make_step(
+    model: GPTConfig,
+    optimizer: OptimizerConfig,
+    monitor: MonitorConfig,
+    fault: AttentionFault | None,
+) -> tuple[Callable, Callable, stabmon.Monitor]:
+    """(init, step, monitor) for one configuration, compiled once for all its seeds.
+
+    init(seed) -> TrainState. step(state, tokens, armed) -> (state, readings, loss), jitted and
+    donating the state.
+    """
+    shapes = jax.eval_shape(lambda: init_params(model, 0))
+    layout = stabmon.find_layout(shapes)
+    tx = make_optimizer(optimizer, layout)
+    watch = stabmon.Monitor(
+        layout,
+        router=0,
+        delta=monitor.delta,
+        activations=monitor.activations,
+        weights=monitor.weights,
+        symptoms=monitor.symptoms,
+        detail=monitor.detail,
+    )
+
+    def init(seed: int) -> TrainState:
+        params = init_params(model, seed)
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def step(state: TrainState, tokens: jax.Array, armed: jax.Array):
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        options = {}
+        if fault is not None:
+            gate = fault.gate(state.step, model.layers) * armed
+            options = {"gate_L": gate, "backward": fault}
+        loss, grads = jax.value_and_grad(
+            lambda params: next_token_loss(apply(model, params, inputs, **options), targets)
+        )(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        # A second, small forward pass, only where the monitor samples: the step itself stays free
+        # of it, and one program serves sampled and unsampled steps.
+        capture = lambda: apply(model, state.params, inputs[: monitor.sequences], capture=True)[1]
+        readings = watch(
+            state.step,
+            state.params,
+            state.opt_state,
+            capture,
+            grads=grads,
+            updates=updates,
+            loss=loss,
+        )
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), readings, loss
+
+    return init, jax.jit(step, donate_argnums=0), watch
+
+
+def train(config: Config) -> Result:
+    """Run `config` to its end, or until Ctrl-C, which saves first.
+
+    Raises:
+        FileExistsError: The run's folder holds another configuration, or this one without
+            `resume`.
+        FileNotFoundError, ValueError: The data is missing or too short.
+    """
+    corpus = load_corpus(config.data)
+    context = config.model.context
+    if corpus.vocabulary > config.model.vocabulary:
+        raise ValueError(
+            f"{corpus.name} has {corpus.vocabulary} token ids, the model {config.model.vocabulary}:"
+            f" pass --model.vocabulary {corpus.vocabulary}"
+        )
+    data = batches(corpus, seed=config.seed, batch=config.batch, context=context)
+    init, step_fn, monitor = make_step(config.model, config.optimizer, config.monitor, config.fault)
+    folder = config.runs / config.name
+    with RunLog.open(folder, _identity(config), resume=config.resume) as log:
+        saved = Checkpoints(folder / "checkpoints")
+        state = init(config.seed)
+        if config.resume and saved.latest() is not None:
+            state = saved.restore(state)
+        if config.fault is not None and config.armed:
+            log.fault(**config.fault.journal())
+        step, loss = int(state.step), jnp.nan
+        detector = None
+        if config.reference is not None:
+            detector = BandDetector(Reference.load(config.reference))
+            replay(load_run(folder), detector, before=step)
+        armed = jnp.float32(config.armed)
+        pending = None
+
+        def write(step: int, readings: stabmon.Readings) -> None:
+            values = readings.flatten()
+            log.sample(step, values, tokens=step * config.batch * context)
+            board.show(step, values)
+            for alarm in detector.update(step, values) if detector else ():
+                log.event("alarm", step, **alarm.event())
+                board.alarm(alarm)
+            if (path := readings.offender()) is not None:
+                log.event("nonfinite", step, path=path)
+
+        with Board(config.name, config.steps, config.batch * context, config.quiet) as board:
+            with _interruptible() as stop:
+                while step < config.steps and not stop:
+                    state, readings, loss = step_fn(state, data[step], armed)
+                    # Step t is under way; only now look at what step t−1 measured.
+                    if pending is not None:
+                        write(*pending)
+                    pending = (step, readings) if monitor.due(step) else None
+                    step += 1
+                    board.advance(step)
+                    if config.checkpoint_every and step % config.checkpoint_every == 0:
+                        if pending is not None:
+                            write(*pending)
+                            pending = None
+                        saved.save(state)
+            if pending is not None:
+                write(*pending)
+        saved.save(state)
+        saved.close()
+        held_out = evaluate(config, state.params)
+        if step >= config.steps:
+            log.event("finished", step, loss=float(loss), held_out=held_out)
+    return Result(folder, step, float(loss), held_out)
+
+
+def evaluate(config: Config, params: Any, batches_read: int = 8) -> float:
+    """Mean loss over the first batches of the held-out split, nats per token."""
+    corpus = load_corpus(config.data)
+    data = batches(
+        corpus, seed=0, batch=config.batch, context=config.model.context, split="held_out"
+    )
+    loss = _held_out_loss(config.model)
+    return float(np.mean([loss(params, data[i]) for i in range(batches_read)]))
+
+
+@lru_cache(maxsize=8)
+def _held_out_loss(model: GPTConfig) -> Callable:
+    @jax.jit
+    def loss(params, tokens):
+        return next_token_loss(apply(model, params, tokens[:, :-1]), tokens[:, 1:])
+
+    return loss
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """What makes the run what it is: everything but where it lies and how it is shown."""
+    skipped = ("name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference")
+    return {k: v for k, v in asdict(config).items() if k not in skipped}
+
+
+@contextmanager
+def _interruptible() -> Iterator[list[int]]:
+    """A list that is no longer empty once Ctrl-C or a termination signal came.
+
+    The second Ctrl-C interrupts at once, as usual.
+    """
+    caught: list[int] = []
+
+    def note(signum, frame):
+        caught.append(signum)
+        signal.signal(signum, previous[signum])
+
+    previous = {}
+    for signum in (signal.SIGINT, signal.SIGTERM):
+        previous[signum] = signal.signal(signum, note)
+    try:
+        yield caught
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+if __name__ == "__main__":
+    result = train(tyro.cli(Config))
+    print(f"{result.folder}: step {result.step}, loss {result.loss:.3f}")

@@ -1,0 +1,187 @@
+"""`track_delta` and `read_delta`: exact differences, a fixed state, every wrapper people use."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from stabmon.snapshots import find_state
+
+read_delta = jax.jit(optax_ext.read_delta)
+
+
+def make_params(dtype=jnp.float32):
+    return {
+        "attn": {"q": jnp.full((3, 4), 1.0, dtype), "k": jnp.full((4, 3), 2.0, dtype)},
+        "norm": jnp.ones((3,), dtype),
+    }
+
+
+@jax.jit
+def noise_like(tree, key):
+    return jax.tree.map(lambda p: jax.random.normal(key, p.shape, p.dtype), tree)
+
+
+def walk(tx, params, steps, seed=0):
+    """Take `steps` random steps; yields (step, state, params) before each update."""
+    state = tx.init(params)
+    update = jax.jit(tx.update)
+    for step in range(steps):
+        yield step, state, params
+        grads = noise_like(params, jax.random.fold_in(jax.random.key(seed), step))
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    yield steps, state, params
+
+
+@pytest.mark.parametrize("source", ["params", "updates"])
+def test_reading_at_a_multiple_of_every_is_the_exact_difference(source):
+    tx = optax.chain(optax.sgd(0.1), optax_ext.track_delta(every=3, keep=4, source=source))
+    history = []
+    for step, state, params in walk(tx, make_params(), 20):
+        history.append(params)
+        if step % 3:
+            continue
+        deltas = read_delta(state, params)
+        assert sorted(deltas) == [3, 6, 9, 12]
+        for lag, delta in deltas.items():
+            if step < lag:
+                assert int(delta.age) == 0
+                assert all(not np.any(x) for x in jax.tree.leaves(delta.tree))
+                continue
+            assert int(delta.age) == lag
+            expected = jax.tree.map(lambda a, b: a - b, params, history[step - lag])
+            if source == "params":
+                jax.tree.map(np.testing.assert_array_equal, delta.tree, expected)
+            else:
+                close = lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6)
+                jax.tree.map(close, delta.tree, expected)
+
+
+def test_between_multiples_the_age_tells_what_the_difference_spans():
+    tx = optax.chain(optax.sgd(0.1), optax_ext.track_delta(every=4, keep=2))
+    history = []
+    for step, state, params in walk(tx, make_params(), 15):
+        history.append(params)
+        for delta in read_delta(state, params).values():
+            if age := int(delta.age):
+                expected = params["norm"] - history[step - age]["norm"]
+                np.testing.assert_array_equal(delta.tree["norm"], expected)
+    assert {lag: int(d.age) for lag, d in read_delta(state, params).items()} == {4: 3, 8: 7}
+
+
+def test_step_without_a_boundary_leaves_the_ring_untouched():
+    tx = optax_ext.track_delta(every=5, keep=2)
+    states = [state for _, state, _ in walk(tx, make_params(), 5)]
+    for before, after in itertools.pairwise(states[1:]):
+        jax.tree.map(np.testing.assert_array_equal, before.delta_snapshots, after.delta_snapshots)
+        np.testing.assert_array_equal(before.delta_taken, after.delta_taken)
+
+
+def test_updates_pass_through_bit_for_bit():
+    params = make_params()
+    grads = jax.tree.map(lambda p: p * 0.3, params)
+    for tx in (optax_ext.track_delta(every=1), optax_ext.track_delta(every=7, source="updates")):
+        updates, _ = tx.update(grads, tx.init(params), params)
+        jax.tree.map(np.testing.assert_array_equal, updates, grads)
+
+
+def test_updates_source_sees_what_bfloat16_parameters_swallow():
+    params = {"w": jnp.ones((2, 2), jnp.bfloat16)}
+    seen = {}
+    for source in ("params", "updates"):
+        tx = optax_ext.track_delta(every=10, keep=1, source=source)
+        state, now = tx.init(params), params
+        for _ in range(10):
+            updates, state = tx.update({"w": jnp.full((2, 2), 1e-3, jnp.bfloat16)}, state, now)
+            now = optax.apply_updates(now, updates)
+        seen[source] = float(optax_ext.read_delta(state, now)[10].tree["w"][0, 0])
+    assert seen["params"] == 0.0
+    assert seen["updates"] == pytest.approx(1e-2, rel=1e-2)
+
+
+def test_only_selected_leaves_are_kept():
+    tx = optax_ext.track_delta(every=1, keep=2, select="attn/q")
+    params = make_params()
+    state = tx.init(params)
+    assert [x.shape for x in jax.tree.leaves(state.delta_snapshots)] == [(3, 4), (3, 4)]
+    delta = optax_ext.read_delta(state, params)[1]
+    assert isinstance(delta.tree["norm"], optax.MaskedNode)
+    assert delta.tree["attn"]["q"].shape == (3, 4)
+
+
+@pytest.mark.parametrize(
+    "select",
+    [
+        "attn",
+        lambda path, leaf: path.startswith("attn"),
+        {"attn": {"q": True, "k": True}, "norm": False},
+    ],
+)
+def test_ways_to_select(select):
+    state = optax_ext.track_delta(select=select, keep=1).init(make_params())
+    assert len(jax.tree.leaves(state.delta_snapshots)) == 2
+
+
+def test_inside_masked_only_the_unmasked_part_is_tracked():
+    mask = {"attn": {"q": True, "k": False}, "norm": False}
+    tx = optax.masked(optax_ext.track_delta(every=1, keep=1), mask)
+    *_, (_, state, params) = walk(tx, make_params(), 2)
+    delta = optax_ext.read_delta(state, params)[1]
+    assert isinstance(delta.tree["attn"]["k"], optax.MaskedNode)
+    np.testing.assert_array_equal(delta.tree["attn"]["q"].shape, (3, 4))
+
+
+def test_multi_steps_counts_applied_updates():
+    inner = optax.chain(optax.sgd(0.1), optax_ext.track_delta(every=2, keep=2))
+    tx = optax.MultiSteps(inner, every_k_schedule=3)
+    visited = list(walk(tx, make_params(), 13))
+    history = {micro // 3: params for micro, _, params in visited}
+    _, state, params = visited[-1]
+    assert int(find_state(state).delta_step) == 4
+    delta = optax_ext.read_delta(state, params)
+    assert {lag: int(d.age) for lag, d in delta.items()} == {2: 2, 4: 4}
+    np.testing.assert_array_equal(delta[4].tree["norm"], history[4]["norm"] - history[0]["norm"])
+
+
+def test_a_bad_number_of_snapshots_or_steps_is_refused():
+    with pytest.raises(ValueError, match="expected every >= 1, got 0"):
+        optax_ext.track_delta(every=0)
+    with pytest.raises(ValueError, match="expected keep >= 1, got -1"):
+        optax_ext.track_delta(keep=-1)
+    with pytest.raises(ValueError, match="source is 'params' or 'updates', got 'weights'"):
+        optax_ext.track_delta(source="weights")
+
+
+def test_a_selection_of_nothing_is_refused():
+    with pytest.raises(ValueError, match=r"'router' matches none of 3 leaves: attn/k, attn/q"):
+        optax_ext.track_delta(select="router").init(make_params())
+
+
+def test_a_mask_of_another_structure_is_refused():
+    with pytest.raises(ValueError, match="expected a tree of booleans like"):
+        optax_ext.track_delta(select={"attn": True}).init(make_params())
+
+
+def test_update_without_params_is_refused():
+    tx = optax_ext.track_delta()
+    params = make_params()
+    with pytest.raises(ValueError, match="got params=None; call tx.update"):
+        tx.update(params, tx.init(params))
+
+
+def test_a_chain_without_a_ring_is_refused_on_reading():
+    params = make_params()
+    with pytest.raises(ValueError, match="found 0; end the chain with it"):
+        optax_ext.read_delta(optax.sgd(0.1).init(params), params)
+
+
+def test_two_rings_are_refused_on_reading():
+    params = make_params()
+    tx = optax.chain(optax_ext.track_delta(), optax_ext.track_delta(every=5))
+    with pytest.raises(ValueError, match="found 2; pass the part"):
+        optax_ext.read_delta(tx.init(params), params)

@@ -1,0 +1,208 @@
+"""The monitor on a whole tree: right numbers, right times, a fixed structure."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+import stabmon
+from models.config import GPTConfig
+from models.gpt import apply, init_params
+
+CONFIG = GPTConfig(layers=2, model=16, heads=4, kv_heads=2, context=8, vocabulary=32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, 0)
+
+
+def make(params, **options):
+    cadences = {"router": 0, "delta": 5, "activations": 2, "weights": 4, "symptoms": 1}
+    tx = optax.chain(optax.sgd(0.5), optax_ext.track_delta(every=5, keep=2, select="attn"))
+    return stabmon.Monitor(stabmon.find_layout(params), **(cadences | options)), tx
+
+
+def run(monitor, tx, params, steps, plant=None):
+    """Readings of every step; `plant` is added to the gradients of layer 1, query head 2."""
+
+    @jax.jit
+    def step(params, state, i):
+        tokens = jax.random.randint(jax.random.fold_in(jax.random.key(1), i), (2, 8), 0, 32)
+        noise = lambda p: jax.random.normal(jax.random.fold_in(jax.random.key(2), i), p.shape)
+        grads = jax.tree.map(lambda p: 1e-3 * noise(p), params)
+        if plant is not None:
+            q = grads["layers"]["attn"]["q"]
+            q["kernel"] = q["kernel"].at[1, :, 2].add(plant)
+        updates, new_state = tx.update(grads, state, params)
+        readings = monitor(
+            i,
+            params,
+            state,
+            lambda: apply(CONFIG, params, tokens, capture=True)[1],
+            grads=grads,
+            updates=updates,
+            loss=jnp.float32(1.5),
+        )
+        return optax.apply_updates(params, updates), new_state, readings
+
+    state, out = tx.init(params), []
+    for i in range(steps):
+        params, state, readings = step(params, state, jnp.int32(i))
+        out.append((params, readings))
+    assert step._cache_size() == 1
+    return out
+
+
+def test_each_tier_speaks_at_its_cadence_and_only_when_its_lag_is_full(params):
+    monitor, tx = make(params)
+    spoken = [{k.split("/")[0] for k in r.flatten()} for _, r in run(monitor, tx, params, 11)]
+    assert spoken[0] == {"weights", "attention", "activations", "symptoms"}
+    assert spoken[1] == {"symptoms"}
+    assert spoken[2] == {"attention", "activations", "symptoms"}
+    assert spoken[5] == {"delta5", "symptoms"}
+    assert spoken[10] == {"delta5", "delta10", "attention", "activations", "symptoms"}
+    assert [monitor.due(i) for i in (0, 1, 5)] == [True, True, True]
+
+
+def test_nothing_is_due_where_nothing_is_measured(params):
+    monitor, _ = make(params, symptoms=0, activations=0)
+    assert [monitor.due(i) for i in (3, 4, 5)] == [False, True, True]
+
+
+def test_delta_equals_the_metric_of_the_right_head(params):
+    monitor, tx = make(params, detail="full")
+    steps = run(monitor, tx, params, 6)
+    flat = steps[5][1].flatten()
+    then, now = params["layers"]["attn"], steps[4][0]["layers"]["attn"]
+    expected = stabmon.qk_increment(
+        then["q"]["kernel"][1, :, 3],
+        then["k"]["kernel"][1, :, 1],
+        now["q"]["kernel"][1, :, 3],
+        now["k"]["kernel"][1, :, 1],
+    )
+    by_head = [
+        stabmon.qk_increment(
+            then["q"]["kernel"][1, :, n],
+            then["k"]["kernel"][1, :, n // 2],
+            now["q"]["kernel"][1, :, n],
+            now["k"]["kernel"][1, :, n // 2],
+        ).delta2.effective_rank
+        for n in range(4)
+    ]
+    np.testing.assert_allclose(by_head[3], expected.delta2.effective_rank)
+    prefix = "delta5/layer_01/delta2/effective_rank"
+    np.testing.assert_allclose(flat[f"{prefix}/mean"], np.mean(by_head), rtol=1e-3)
+    np.testing.assert_allclose(flat[f"{prefix}/min"], np.min(by_head), rtol=1e-3)
+    assert flat[f"{prefix}/worst_head"] == np.argmin(by_head)
+
+
+def test_a_planted_rank_one_drift_is_found_in_its_layer_and_head(params):
+    monitor, tx = make(params)
+    flat = run(monitor, tx, params, 6, plant=0.05 * jnp.ones((16, 4)))[5][1].flatten()
+    assert flat["delta5/global/delta2/effective_rank/worst_layer"] == 1
+    assert flat["delta5/global/delta2/effective_rank/worst_head"] == 2
+    assert flat["delta5/global/delta2/effective_rank/min"] < 2.5
+    assert flat["delta5/global/delta2/effective_rank/mean"] > 3.5
+
+
+def test_weights_and_symptoms_equal_numpy(params):
+    monitor, tx = make(params, detail="full")
+    flat = run(monitor, tx, params, 1)[0][1].flatten()
+    q = np.asarray(params["layers"]["attn"]["q"]["kernel"], np.float64)[1].reshape(16, 16)
+    sigma = np.linalg.svd(q, compute_uv=False)
+    np.testing.assert_allclose(
+        flat["weights/layer_01/q/stable_rank/value"], (sigma**2).sum() / sigma[0] ** 2, rtol=1e-3
+    )
+    total = np.sqrt(sum(np.sum(np.square(p, dtype=np.float64)) for p in jax.tree.leaves(params)))
+    np.testing.assert_allclose(flat["symptoms/global/param_norm/value"], total, rtol=1e-5)
+    assert flat["symptoms/global/loss/value"] == 1.5
+    np.testing.assert_allclose(
+        flat["symptoms/global/update_norm/value"],
+        0.5 * flat["symptoms/global/grad_norm/value"],
+        rtol=1e-5,
+    )
+
+
+def test_the_first_non_finite_leaf_is_named(params):
+    monitor, tx = make(params)
+    plant = jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)
+    steps = run(monitor, tx, params, 2, plant=plant)
+    assert steps[0][1].offender() == "layers/attn/q/kernel"
+    # The gradient's entry and the update's.
+    assert steps[0][1].flatten()["symptoms/global/nonfinite/value"] == 2.0
+    healthy = run(monitor, tx, params, 1)[0][1]
+    assert healthy.offender() is None
+
+
+def test_brief_is_bounded_whatever_the_depth():
+    counts = []
+    for layers in (1, 3):
+        config = GPTConfig(layers=layers, model=16, heads=4, context=8)
+        params = init_params(config, 0)
+        monitor, tx = make(params)
+        tokens = jnp.zeros((1, 8), jnp.int32)
+        capture = lambda p=params, c=config, t=tokens: apply(c, p, t, capture=True)[1]
+        readings = jax.eval_shape(
+            lambda p=params, m=monitor, t=tx, c=capture: m(
+                0, p, t.init(p), c, grads=p, updates=p, loss=1.0
+            )
+        )
+        counts.append(sum(len(keys) for _, keys in readings.keys))
+    assert counts[0] == counts[1] <= 60
+
+
+def test_include_and_exclude(params):
+    monitor, tx = make(params, include=r"^symptoms/(loss|grad_norm)", exclude="grad")
+    flat = run(monitor, tx, params, 1)[0][1].flatten()
+    assert list(flat) == ["symptoms/global/loss/value"]
+
+
+def test_patterns_that_leave_nothing_are_refused(params):
+    monitor, tx = make(params, include="delta99")
+    with pytest.raises(ValueError, match="would measure nothing"):
+        run(monitor, tx, params, 1)
+
+
+def test_a_negative_cadence_is_refused(params):
+    with pytest.raises(ValueError, match=r"delta: expected a cadence >= 0 \(0 is off\), got -5"):
+        make(params, delta=-5)
+
+
+def test_an_unknown_detail_is_refused(params):
+    with pytest.raises(ValueError, match="detail is 'brief' or 'full', got 'all'"):
+        make(params, detail="all")
+
+
+def test_a_bad_pattern_is_refused(params):
+    with pytest.raises(ValueError, match="include: no regular expression"):
+        make(params, include="(")
+
+
+def test_a_cadence_between_snapshots_is_refused(params):
+    monitor, tx = make(params, delta=7)
+    with pytest.raises(ValueError, match=r"no multiple of track_delta's every=5.*use delta=10"):
+        run(monitor, tx, params, 1)
+
+
+def test_an_untracked_lag_is_refused(params):
+    monitor, tx = make(params, lags=(5, 20))
+    with pytest.raises(ValueError, match=r"lags \[20\] are not tracked; one of \(5, 10\)"):
+        run(monitor, tx, params, 1)
+
+
+def test_kv_heads_that_do_not_divide_are_refused():
+    attn = {"q": {"kernel": jnp.ones((1, 8, 3, 2))}, "k": {"kernel": jnp.ones((1, 8, 2, 2))}}
+    params = {"layers": {"attn": attn}}
+    tx = optax_ext.track_delta(every=5, keep=1)
+    monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
+    with pytest.raises(ValueError, match="3 query heads do not divide over 2 kv heads"):
+        monitor(0, params, tx.init(params))
+
+
+def test_a_chain_without_a_ring_is_refused(params):
+    monitor = stabmon.Monitor(stabmon.find_layout(params))
+    with pytest.raises(ValueError, match="end the chain with it"):
+        monitor(0, params, optax.sgd(0.1).init(params))
