@@ -39,11 +39,20 @@ def shapes(tree):
     return {jax.tree_util.keystr(p, simple=True, separator="/"): x.shape for p, x in leaves}
 
 
+def abstract(config):
+    """The parameter tree's shapes and dtypes, nothing computed."""
+    return jax.eval_shape(lambda: init_params(config, 0))
+
+
 def lively(config, seed=0):
     """Parameters far from their initialisation: larger logits, uneven norm scales."""
     rng = np.random.default_rng(seed)
-    params = init_params(config, seed)
-    return jax.tree.map(lambda x: x + jnp.asarray(0.3 * rng.normal(size=x.shape), x.dtype), params)
+
+    def draw(path, x):
+        centre = 1.0 if path[-1].key == "scale" else 0.0
+        return jnp.asarray(rng.normal(centre, 0.4, x.shape), x.dtype)
+
+    return jax.tree.map_with_path(draw, abstract(config))
 
 
 def differing(a, b):
@@ -103,14 +112,14 @@ LEARNED = {"positions/embedding": (6, 8)}
 )
 def test_parameter_tree(fields, expected):
     config = dataclasses.replace(SMALL, **fields)
-    params = jax.eval_shape(lambda: init_params(config, 0))
+    params = abstract(config)
     assert shapes(params) == expected
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("float32")}
 
 
 def test_param_dtype():
     config = dataclasses.replace(SMALL, param_dtype="bfloat16")
-    params = jax.eval_shape(lambda: init_params(config, 0))
+    params = abstract(config)
     assert {x.dtype for x in jax.tree.leaves(params)} == {jnp.dtype("bfloat16")}
 
 
@@ -249,7 +258,7 @@ def equations(jaxpr):
 
 
 def test_without_capture_the_program_has_nothing_extra():
-    params = jax.eval_shape(lambda: init_params(SMALL, 0))
+    params = abstract(SMALL)
     trace = lambda capture: jax.make_jaxpr(lambda p: apply(SMALL, p, TOKENS, capture=capture))(
         params
     )
@@ -267,7 +276,7 @@ def test_without_capture_the_program_has_nothing_extra():
 def test_program_does_not_grow_with_depth(backend):
     def length(layers):
         config = dataclasses.replace(SMALL, layers=layers, backend=backend)
-        params = jax.eval_shape(lambda: init_params(config, 0))
+        params = abstract(config)
         loss = lambda p: jnp.sum(apply(config, p, TOKENS))
         return len(jax.jit(jax.grad(loss)).lower(params).as_text().splitlines())
 
@@ -295,7 +304,7 @@ def test_bfloat16_forward_keeps_float32_ends():
 
 
 def test_token_out_of_range_makes_its_sequence_nan():
-    logits = apply(SMALL, init_params(SMALL, 0), jnp.array([[1, 2, 99, 3], [1, 2, 3, 4]]))
+    logits = apply(SMALL, lively(SMALL), jnp.array([[1, 2, 99, 3], [1, 2, 3, 4]]))
     np.testing.assert_array_equal(np.isnan(logits[0]), np.ones((4, 11), bool))
     assert np.all(np.isfinite(logits[1]))
 
@@ -333,4 +342,4 @@ def test_hook_with_the_plain_backend():
 )
 def test_parameters_of_another_config(config, message):
     with pytest.raises(ValueError, match=message):
-        apply(config, init_params(SMALL, 0), TOKENS)
+        apply(config, abstract(SMALL), TOKENS)
