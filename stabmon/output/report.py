@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from stabmon.output.figures import layer_figure, line_figure, share_colors
-from stabmon.output.panels import Panel, default_panels
+from stabmon.output.panels import Panel, default_panels, split_key
 from stabmon.output.runlog import Run, load_run
 from stabmon.output.sections import event_list, lead_table, legend, set_up
 from stabmon.output.styles import Style, styles
@@ -159,15 +159,16 @@ def _line_cards(
 def _map_cards(
     panels: Sequence[Panel], drawn: Sequence[Style], last: int
 ) -> tuple[list[str], list[dict[str, Any]]]:
-    """Layer × step maps, a row of runs for each of the first panels that have layers."""
+    """Layer × step maps of the first metrics that have layers, one for each run."""
     cards: list[str] = []
     charts: list[dict[str, Any]] = []
-    shown = 0
+    shown: set[str] = set()  # one lag of a metric is enough
     for panel in panels:
         row = [(style, layer_figure(panel, style, last)) for style in drawn]
         row = [(style, figure) for style, figure in row if figure is not None]
-        if row and shown < _MAPS:
-            shown += 1
+        metric = _metric(panel)
+        if row and len(shown) < _MAPS and metric not in shown:
+            shown.add(metric)
             share_colors([figure for _, figure in row])
             for style, figure in row:
                 name = f"map{len(charts)}"
@@ -176,6 +177,12 @@ def _map_cards(
                 plot = f'<div class="map" id="{name}"></div>'
                 cards.append(f'<section class="card">{heading}{plot}</section>')
     return cards, charts
+
+
+def _metric(panel: Panel) -> str:
+    """What a panel measures, at whatever lag."""
+    key = split_key(panel.mean_key)
+    return key.metric if key else panel.mean_key
 
 
 def _not_finite(panel: Panel, run: Run) -> str:

@@ -148,6 +148,16 @@ def test_a_run_without_samples_has_a_page(tmp_path):
     assert page.figures == []
 
 
+def test_one_lag_of_a_metric_is_mapped_by_layer(tmp_path):
+    with RunLog.open(tmp_path / "lags", {}) as log:
+        stems = [f"delta{lag}/{{}}/delta2/modes/mean" for lag in (50, 200)]
+        values = {s.format(scope): 1.0 for s in stems for scope in ("global", "layer_00")}
+        log.sample(1, values)
+    page = Page(write_report([tmp_path / "lags"], tmp_path))
+    assert [figure["id"] for figure in page.figures] == ["plot0", "plot1", "map0"]
+    assert "Δ2 modes, lag 50 · lags" in page.text
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path):
     for seed in ("a", "b"):
         with RunLog.open(tmp_path / seed / "clean", {}) as log:

@@ -1,0 +1,181 @@
+"""Several sinks at once, none of which can stop or slow down training.
+
+What lives here: `guarded`, which moves a writer to a thread of its own behind a bounded queue, and
+`Fanout`, which hands each sample to many. What does not: the sinks (`writers`).
+"""
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+
+from stabmon.output.runlog import RunLog
+from stabmon.output.writers import Writer
+
+CAPACITY = 256
+PATIENCE = 5.0
+
+
+class Guarded:
+    """A writer that cannot stop training; made by `guarded`.
+
+    Attributes:
+        name: What it is called in messages.
+        lost: Samples that were not written so far.
+    """
+
+    def __init__(
+        self, writer: Writer, capacity: int, patience: float, report: Callable[[str], None]
+    ) -> None:
+        """Starts the thread; use `guarded`."""
+        self.name = type(writer).__name__
+        self._writer, self._patience, self._report = writer, patience, report
+        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(capacity)
+        self._dropped = self._failed = 0
+        self._closed = False
+        self._thread = threading.Thread(target=self._drain, name=self.name, daemon=True)
+        self._thread.start()
+
+    @property
+    def lost(self) -> int:
+        """Samples dropped because the sink was too slow, and samples it failed on."""
+        return self._dropped + self._failed
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Queues one sample; drops it if the queue is full. Never blocks, never raises.
+
+        Args:
+            step: Step at which it was measured.
+            values: Metric key → value, on the host; copied.
+        """
+        if self._closed:
+            return
+        try:
+            self._queue.put_nowait((step, dict(values)))
+        except queue.Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._report(
+                    f"{self.name} does not keep up: samples from step {step} on are dropped there, "
+                    f"training and metrics.jsonl go on"
+                )
+
+    def close(self) -> None:
+        """Waits a while for what is queued, closes the sink and reports what was lost in all."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._queue.put(None, timeout=self._patience)
+            self._thread.join(self._patience)
+        except queue.Full:
+            pass  # It hangs: the thread is a daemon and ends with the process.
+        left = self._queue.qsize() if self._thread.is_alive() else 0
+        if self._thread.is_alive():
+            self._report(f"{self.name} hangs and was left behind, about {left} samples with it")
+        if self.lost:
+            self._report(f"{self.name} lost {self.lost} samples in all")
+
+    def _drain(self) -> None:
+        """What the thread does: hand queued samples on until the end, whatever happens."""
+        while (sample := self._queue.get()) is not None:
+            try:
+                self._writer.write(*sample)
+            except Exception as error:
+                self._failed += 1
+                if self._failed == 1:
+                    reason = f"{type(error).__name__}: {error}"
+                    self._report(
+                        f"{self.name} failed at step {sample[0]} ({reason}); "
+                        f"training and metrics.jsonl go on"
+                    )
+        try:
+            self._writer.close()
+        except Exception as error:
+            self._report(f"{self.name} failed to close ({type(error).__name__}: {error})")
+
+
+class Fanout:
+    """Hands each sample to every writer: to a `RunLog` at once, to all others guarded.
+
+    An error of the run's own log is raised: everything else rests on it.
+
+    Example:
+        >>> class Broken:
+        ...     def write(self, step, values):
+        ...         raise OSError("no route to host")
+        ...     def close(self):
+        ...         pass
+        >>> with Fanout([Broken()], report=print) as out:
+        ...     out.write(10, {"symptoms/global/loss/value": 2.5})
+        ...     out.write(20, {"symptoms/global/loss/value": 2.4})
+        Broken failed at step 10 (OSError: no route to host); training and metrics.jsonl go on
+        Broken lost 2 samples in all
+    """
+
+    def __init__(
+        self, writers: Sequence[Writer], *, report: Callable[[str], None] | None = None
+    ) -> None:
+        """Guards the writers.
+
+        Args:
+            writers: The sinks.
+            report: Called with a sentence when a sink fails, falls behind or has lost samples; by
+                default a warning of the logger "stabmon".
+        """
+        self._writers = [
+            writer if isinstance(writer, RunLog | Guarded) else guarded(writer, report=report)
+            for writer in writers
+        ]
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Takes one sample.
+
+        Args:
+            step: Step at which it was measured.
+            values: Metric key → value, on the host.
+
+        Raises:
+            OSError: If a `RunLog` among the writers cannot write.
+        """
+        for writer in self._writers:
+            writer.write(step, values)
+
+    def close(self) -> None:
+        """Closes every writer."""
+        for writer in self._writers:
+            writer.close()
+
+    def __enter__(self) -> "Fanout":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def guarded(
+    writer: Writer,
+    *,
+    capacity: int = CAPACITY,
+    patience: float = PATIENCE,
+    report: Callable[[str], None] | None = None,
+) -> Guarded:
+    """Returns `writer` in a thread of its own, where it can neither stop nor slow down training.
+
+    Samples wait in a bounded queue. When the sink raises, the sample is lost and the next one is
+    tried; when it blocks until the queue is full, samples are dropped. Each kind of trouble is
+    reported once, and the number of lost samples once at the end.
+
+    Args:
+        writer: The sink. It is used by one thread only.
+        capacity: Samples that may wait.
+        patience: Seconds that `close` waits for a slow sink, at most twice.
+        report: Called with a sentence, perhaps from the sink's thread; by default a warning of the
+            logger "stabmon".
+
+    Raises:
+        ValueError: If `capacity` is below 1.
+    """
+    if capacity < 1:
+        raise ValueError(f"capacity is a number of samples, at least 1, got {capacity}")
+    return Guarded(writer, capacity, patience, report or logging.getLogger("stabmon").warning)

@@ -1,0 +1,146 @@
+"""Each sink gets what was written; a missing library is named with the extra that brings it."""
+
+import math
+import struct
+import sys
+import types
+import urllib.request
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from tensorboardX.proto.event_pb2 import Event
+
+from stabmon.output import writers
+from stabmon.output.runlog import RunLog
+from stabmon.output.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
+
+KEY = "delta50/layer_03/delta2/modes/p10"
+LOSS = "symptoms/global/loss/value"
+
+
+def events(folder):
+    """The events in TensorBoard's record files: length, its checksum, data, its checksum."""
+    for path in sorted(folder.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            yield Event.FromString(data[at + 12 : at + 12 + length])
+            at += 16 + length
+
+
+def labelled(text):
+    """{labels or name: value} of a Prometheus text."""
+    samples = [s for family in text_string_to_metric_families(text) for s in family.samples]
+    order = ("monitor", "scope", "metric", "aggregate")
+    return {tuple(s.labels[x] for x in order if s.labels) or s.name: s.value for s in samples}
+
+
+def test_tensorboard_gets_a_scalar_for_each_key(tmp_path):
+    writer = TensorBoardWriter(tmp_path / "tb")
+    writer.write(10, {KEY: 3.5, LOSS: math.nan})
+    writer.write(20, {KEY: 3.25})
+    writer.close()
+    found = {
+        (value.tag, event.step): value.simple_value
+        for event in events(tmp_path / "tb")
+        for value in event.summary.value
+    }
+    assert math.isnan(found.pop((LOSS, 10)))
+    assert found == {(KEY, 10): 3.5, (KEY, 20): 3.25}
+
+
+def test_tensorboard_is_told_what_a_resumed_run_writes_again(tmp_path):
+    TensorBoardWriter(tmp_path / "tb", purge_step=70).close()
+    starts = [event.step for event in events(tmp_path / "tb") if event.HasField("session_log")]
+    assert starts == [70]
+
+
+def test_prometheus_serves_the_newest_sample_on_this_machine_alone():
+    writer = PrometheusWriter(port=0)
+    assert writer._server.server_address == ("127.0.0.1", writer.port)
+    writer.write(10, {KEY: 3.5, LOSS: 2.0})
+    writer.write(20, {KEY: math.inf, "odd": 1.0})
+    with urllib.request.urlopen(f"http://127.0.0.1:{writer.port}/metrics", timeout=10) as answer:
+        found = labelled(answer.read().decode())
+    writer.close()
+    writer.close()
+    assert found == {
+        ("delta50", "layer_03", "delta2/modes", "p10"): math.inf,
+        ("symptoms", "global", "loss", "value"): 2.0,
+        ("", "", "odd", ""): 1.0,
+        "stabmon_step": 20,
+    }
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{writer.port}/metrics", timeout=10)
+
+
+def test_prometheus_replaces_its_file_whole(tmp_path):
+    path = tmp_path / "collector" / "run.prom"
+    writer = PrometheusWriter(textfile=path)
+    for step in (10, 20):
+        writer.write(step, {LOSS: step / 10})
+    writer.close()
+    assert labelled(path.read_text()) == {
+        ("symptoms", "global", "loss", "value"): 2.0,
+        "stabmon_step": 20,
+    }
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_prometheus_needs_a_file_or_a_port():
+    with pytest.raises(ValueError, match="give PrometheusWriter textfile="):
+        PrometheusWriter()
+
+
+def test_prometheus_needs_a_file_that_the_collector_reads():
+    with pytest.raises(ValueError, match=r"reads \*.prom files only, got metrics.txt"):
+        PrometheusWriter(textfile="metrics.txt")
+
+
+@pytest.fixture
+def wandb_calls(monkeypatch):
+    """What a stand-in for wandb was asked to do."""
+    calls = []
+    run = types.SimpleNamespace(
+        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
+    )
+    module = types.ModuleType("wandb")
+    module.init = lambda **settings: calls.append(settings) or run
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    return calls
+
+
+def test_wandb_begins_with_the_first_sample_and_ends_with_close(wandb_calls):
+    writer = WandbWriter(project="p", mode="offline")
+    assert wandb_calls == []
+    writer.write(10, {LOSS: 2.0})
+    writer.write(20, {LOSS: 1.5})
+    writer.close()
+    settings = {"project": "p", "mode": "offline"}
+    assert wandb_calls == [settings, (10, {LOSS: 2.0}), (20, {LOSS: 1.5}), "end"]
+
+
+def test_wandb_that_never_began_does_not_end(wandb_calls):
+    WandbWriter().close()
+    assert wandb_calls == []
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "make"),
+    [
+        ("tensorboardX", "tensorboard", lambda: TensorBoardWriter("nowhere")),
+        ("wandb", "wandb", WandbWriter),
+        ("prometheus_client", "prometheus", lambda: PrometheusWriter(port=0)),
+    ],
+)
+def test_a_missing_library_is_named_with_its_extra(monkeypatch, module, extra, make):
+    monkeypatch.setitem(sys.modules, module, None)
+    expected = rf'{module} is not installed: pip install "stabmon\[{extra}\]"'
+    with pytest.raises(ImportError, match=expected):
+        make()
+
+
+def test_the_log_of_a_run_is_a_writer(tmp_path):
+    with RunLog.open(tmp_path, {}) as log:
+        assert isinstance(log, Writer)
+    assert writers.JsonlWriter is RunLog
