@@ -25,7 +25,7 @@ import tyro
 import optax_ext
 import stabmon
 from experiments.checkpoints import Checkpoints, TrainState
-from experiments.data import batches, load_corpus
+from experiments.data import Corpus, batches, load_corpus
 from experiments.faults import AttentionFault
 from experiments.progress import Board
 from models.config import GPTConfig
@@ -34,6 +34,8 @@ from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
 from stabmon.output.runlog import RunLog, load_run
+
+HELD_OUT = "evaluation/global/loss/value"
 
 
 @dataclass(frozen=True)
@@ -65,8 +67,9 @@ class OptimizerConfig:
 
 @dataclass(frozen=True)
 class MonitorConfig:
-    """Cadences of the monitor's tiers; see `stabmon.Monitor`."""
+    """Cadences of the monitor's tiers, and lags; see `stabmon.Monitor`."""
 
+    lags: tuple[int, ...] | None = None
     delta: int = 50
     activations: int = 50
     weights: int = 50
@@ -94,6 +97,7 @@ class Config:
             matched clean run.
         reference: File of a reference (`stabmon.alarms.reference`); samples are judged by it while
             the run goes on, and alarms printed and journalled. None: no alarms.
+        evaluate_every: Steps between evaluations on the held-out split; 0: only at the end.
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         resume: Go on from the newest checkpoint.
         quiet: No progress on the terminal.
@@ -111,6 +115,7 @@ class Config:
     fault: AttentionFault | None = None
     armed: bool = True
     reference: Path | None = None
+    evaluate_every: int = 0
     checkpoint_every: int = 500
     resume: bool = False
     quiet: bool = False
@@ -186,6 +191,7 @@ def make_step(
         activations=monitor.activations,
         weights=monitor.weights,
         symptoms=monitor.symptoms,
+        lags=monitor.lags,
         detail=monitor.detail,
     )
 
@@ -237,6 +243,7 @@ def train(config: Config) -> Result:
             f" pass --model.vocabulary {corpus.vocabulary}"
         )
     data = batches(corpus, seed=config.seed, batch=config.batch, context=context)
+    held_out_loss = make_evaluation(config, corpus)
     init, step_fn, monitor = make_step(config.model, config.optimizer, config.monitor, config.fault)
     folder = config.runs / config.name
     with RunLog.open(folder, _identity(config), resume=config.resume) as log:
@@ -254,8 +261,10 @@ def train(config: Config) -> Result:
         armed = jnp.float32(config.armed)
         pending = None
 
-        def write(step: int, readings: stabmon.Readings) -> None:
+        def write(step: int, readings: stabmon.Readings, held_out: jax.Array | None) -> None:
             values = readings.flatten()
+            if held_out is not None:
+                values[HELD_OUT] = float(held_out)
             log.sample(step, values, tokens=step * config.batch * context)
             board.show(step, values)
             for alarm in detector.update(step, values) if detector else ():
@@ -267,11 +276,15 @@ def train(config: Config) -> Result:
         with Board(config.name, config.steps, config.batch * context, config.quiet) as board:
             with _interruptible() as stop:
                 while step < config.steps and not stop:
+                    held_out = None
+                    if config.evaluate_every and step % config.evaluate_every == 0:
+                        held_out = held_out_loss(state.params)
                     state, readings, loss = step_fn(state, data[step], armed)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)
-                    pending = (step, readings) if monitor.due(step) else None
+                    sampled = monitor.due(step) or held_out is not None
+                    pending = (step, readings, held_out) if sampled else None
                     step += 1
                     board.advance(step)
                     if config.checkpoint_every and step % config.checkpoint_every == 0:
@@ -283,29 +296,31 @@ def train(config: Config) -> Result:
                 write(*pending)
         saved.save(state)
         saved.close()
-        held_out = evaluate(config, state.params)
+        final = float(held_out_loss(state.params))
         if step >= config.steps:
-            log.event("finished", step, loss=float(loss), held_out=held_out)
-    return Result(folder, step, float(loss), held_out)
+            log.event("finished", step, loss=float(loss), held_out=final)
+    return Result(folder, step, float(loss), final)
 
 
-def evaluate(config: Config, params: Any, batches_read: int = 8) -> float:
-    """Mean loss over the first batches of the held-out split, nats per token."""
-    corpus = load_corpus(config.data)
+def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
+    """A function of parameters: the mean held-out loss of the first `read` batches, nats per token.
+
+    Always the same batches: differences between evaluations are the parameters' alone.
+    """
     data = batches(
         corpus, seed=0, batch=config.batch, context=config.model.context, split="held_out"
     )
-    loss = _held_out_loss(config.model)
-    return float(np.mean([loss(params, data[i]) for i in range(batches_read)]))
+    fixed = np.stack([data[i] for i in range(read)])
+    loss = _loss_of_batches(config.model)
+    return lambda params: loss(params, fixed)
 
 
 @lru_cache(maxsize=8)
-def _held_out_loss(model: GPTConfig) -> Callable:
-    @jax.jit
+def _loss_of_batches(model: GPTConfig) -> Callable:
     def loss(params, tokens):
         return next_token_loss(apply(model, params, tokens[:, :-1]), tokens[:, 1:])
 
-    return loss
+    return jax.jit(lambda params, fixed: jnp.mean(jax.lax.map(lambda x: loss(params, x), fixed)))
 
 
 def _identity(config: Config) -> dict[str, Any]:

@@ -4,6 +4,8 @@ It changes no update. Reading the differences is `stabmon.read_delta`; measuring
 `stabmon.Monitor`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -69,13 +71,14 @@ def track_delta(
         if source == "updates":
             zeros = jax.tree.map(lambda x: x.astype(jnp.float32), zeros)
             total = zeros
-        return TrackDeltaState(
+        state: Any = TrackDeltaState(
             delta_step=jnp.zeros((), jnp.int32),
             delta_taken=jnp.full((keep,), -1, jnp.int32),
             delta_snapshots=tuple(jax.tree.map(jnp.copy, zeros) for _ in range(keep)),
             delta_total=total,
             every=every,
         )
+        return state
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
@@ -102,12 +105,13 @@ def track_delta(
             total = jax.tree.map(
                 lambda u, sum_: sum_ + u.astype(jnp.float32), pick(updates, params), total
             )
-        return updates, TrackDeltaState(
+        new_state: Any = TrackDeltaState(
             delta_step=optax.safe_increment(state.delta_step),
             delta_taken=taken,
             delta_snapshots=snapshots,
             delta_total=total,
             every=every,
         )
+        return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

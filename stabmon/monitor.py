@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from stabmon import tiers
 from stabmon.layout import Layout, leaves_with_paths
-from stabmon.readings import LAYER, Readings, aggregate, pack, packed_keys
+from stabmon.readings import Readings, aggregate
 from stabmon.snapshots import find_state, read_delta
 
 Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
@@ -135,28 +135,24 @@ class Monitor:
             cadence: int, ready: Bool[Array, ""], measure: Callable[[], dict[str, tiers.Metrics]]
         ) -> None:
             """Measure the monitors of one tier, all under one conditional."""
+            names: dict[str, tuple[str, ...]] = {}
 
             def kept(_):
-                aggregates = {
-                    name: self._kept(name, aggregate(metrics, tiers.WORST_IS_HIGH))
-                    for name, metrics in measure().items()
-                }
-                return {name: metrics for name, metrics in aggregates.items() if metrics}
+                rows = {}
+                for name, metrics in measure().items():
+                    names[name], rows[name] = aggregate(
+                        name, metrics, tiers.WORST_IS_HIGH, self._keeps
+                    )
+                return rows
 
-            shapes = jax.eval_shape(kept, None)
-            if not shapes:
+            rows = jax.eval_shape(kept, None)
+            if not any(row.size for row in rows.values()):
                 return
-            names = {monitor: packed_keys(monitor, shape) for monitor, shape in shapes.items()}
             due = (step % cadence == 0) & ready
-            packed = jax.lax.cond(
-                due,
-                lambda _: {monitor: pack(metrics) for monitor, metrics in kept(_).items()},
-                lambda _: {m: jnp.full(len(row), jnp.nan, jnp.float32) for m, row in names.items()},
-                None,
-            )
-            keys.update(names)
-            values.update(packed)
-            valid.update(dict.fromkeys(shapes, due))
+            empty = lambda _: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), rows)
+            packed = jax.lax.cond(due, kept, empty, None)
+            for name in (name for name, row in rows.items() if row.size):
+                keys[name], values[name], valid[name] = names[name], packed[name], due
 
         always = jnp.ones((), bool)
         if self.delta:
@@ -220,14 +216,9 @@ class Monitor:
         deltas = read_delta(opt_state, params)
         return {lag: deltas[lag] for lag in lags}
 
-    def _kept(self, monitor: str, metrics: dict[str, Array]) -> dict[str, Array]:
-        def keep(name: str) -> bool:
-            key = f"{monitor}/{name.removesuffix(LAYER)}"
-            if self.exclude and re.search(self.exclude, key):
-                return False
-            if self.include:
-                return re.search(self.include, key) is not None
-            brief = not name.endswith(LAYER) and BRIEF.fullmatch(key) is not None
-            return self.detail == "full" or brief
-
-        return {name: value for name, value in metrics.items() if keep(name)}
+    def _keeps(self, key: str, by_layer: bool) -> bool:
+        if self.exclude and re.search(self.exclude, key):
+            return False
+        if self.include:
+            return re.search(self.include, key) is not None
+        return self.detail == "full" or (not by_layer and BRIEF.fullmatch(key) is not None)

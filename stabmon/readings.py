@@ -1,11 +1,11 @@
 """What a monitored step brings back: one short vector a monitor, and its flat, named form.
 
-Aggregation over heads and layers and packing happen here, on the device; keys are static, so that
-a step has a handful of outputs however many values it measures. What is measured is decided in
+Aggregation over heads and layers happens here, on the device; keys are static, so that a step has
+a handful of outputs however many values it measures. What is measured is decided in
 `tiers.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-LAYER = "@layer"
 FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"
 
 
@@ -67,59 +66,94 @@ class Readings:
 
 
 def aggregate(
-    metrics: Mapping[str, Float[Array, "..."]], worst_is_high: frozenset[str]
-) -> dict[str, Array]:
-    """Aggregates of every metric, by layer and over everything.
+    monitor: str,
+    metrics: Mapping[str, Float[Array, "..."]],
+    worst_is_high: frozenset[str],
+    keep: Callable[[str, bool], bool],
+) -> tuple[tuple[str, ...], Float[Array, " values"]]:
+    """Aggregates of one monitor's metrics, by layer and over everything, packed in a row.
 
     A scalar gives `metric/value`. An array (L,) gives by layer `metric/value`; an array (L, N)
     gives by layer mean, p10, p90, the extreme on the bad side (min, or max for the names in
     `worst_is_high`) and the head that has it. Both give the same over all entries, with the layer
     and head of the worst. Never only a maximum or a mean: either hides a single collapsing head.
 
+    Metrics of one shape are aggregated together: the size of the compiled program depends neither
+    on their number nor on the depth.
+
+    Args:
+        monitor: First part of the keys.
+        metrics: {metric: scalar, (L,) or (L, N)}.
+        worst_is_high: Metrics whose bad side is above.
+        keep: Of ("monitor/metric/aggregate", whether it is by layer), which to keep; a metric of
+            which nothing is kept is not computed.
+
     Returns:
-        {"metric/aggregate": scalar}, and {"metric/aggregate@layer": (L,)}.
+        The keys, and the float32 values in their order.
     """
-    out: dict[str, Array] = {}
+    by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, x in metrics.items():
-        x = x.astype(jnp.float32)
-        high = name in worst_is_high
-        extreme, pick, side = (jnp.max, jnp.argmax, "max") if high else (jnp.min, jnp.argmin, "min")
-        if x.ndim == 0:
-            out[f"{name}/value"] = x
-            continue
-        if x.ndim == 1:
-            out[f"{name}/value{LAYER}"] = x
-        else:
-            out[f"{name}/mean{LAYER}"] = jnp.mean(x, axis=1)
-            out[f"{name}/p10{LAYER}"] = jnp.percentile(x, 10, axis=1)
-            out[f"{name}/p90{LAYER}"] = jnp.percentile(x, 90, axis=1)
-            out[f"{name}/{side}{LAYER}"] = extreme(x, axis=1)
-            out[f"{name}/worst_head{LAYER}"] = pick(x, axis=1).astype(jnp.float32)
-        out[f"{name}/mean"] = jnp.mean(x)
-        out[f"{name}/p10"] = jnp.percentile(x, 10)
-        out[f"{name}/p90"] = jnp.percentile(x, 90)
-        out[f"{name}/{side}"] = extreme(x)
-        worst = pick(x.ravel())
-        heads = 1 if x.ndim == 1 else x.shape[1]
-        out[f"{name}/worst_layer"] = (worst // heads).astype(jnp.float32)
-        if x.ndim == 2:
-            out[f"{name}/worst_head"] = (worst % heads).astype(jnp.float32)
-    return out
-
-
-def pack(aggregates: Mapping[str, Array]) -> Float[Array, " values"]:
-    """All values of one monitor in a row, in the order of `packed_keys`."""
-    rows = [jnp.ravel(x).astype(jnp.float32) for _, x in sorted(aggregates.items())]
-    return jnp.concatenate(rows)
-
-
-def packed_keys(monitor: str, aggregates: Mapping[str, jax.ShapeDtypeStruct]) -> tuple[str, ...]:
-    """Keys of the values that `pack` puts in a row."""
+        signs = _signs(x.ndim, name in worst_is_high)
+        if any(keep(f"{monitor}/{name}/{tail}", by_layer) for tail, by_layer in signs):
+            by_shape.setdefault(x.shape, []).append(name)
     keys: list[str] = []
-    for name, shape in sorted(aggregates.items()):
-        if name.endswith(LAYER):
-            tail = name.removesuffix(LAYER)
-            keys += [f"{monitor}/layer_{i:02d}/{tail}" for i in range(int(np.prod(shape.shape)))]
-        else:
-            keys.append(f"{monitor}/global/{name}")
-    return tuple(keys)
+    rows: list[Array] = [jnp.zeros(0, jnp.float32)]
+    for shape, names in by_shape.items():
+        stack = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        # The bad side is turned downwards, so that one minimum serves all.
+        high = [name in worst_is_high for name in names]
+        flip = jnp.where(jnp.asarray(high), jnp.float32(-1.0), jnp.float32(1.0))
+        tables = _aggregates(stack, flip.reshape((-1,) + (1,) * len(shape)))
+        for column, table in enumerate(tables):
+            chosen = []
+            for i, name in enumerate(names):
+                tail, by_layer = _signs(len(shape), high[i])[column]
+                layers = [f"layer_{l:02d}" for l in range(shape[0])] if by_layer else ["global"]
+                if keep(f"{monitor}/{name}/{tail}", by_layer):
+                    keys += [f"{monitor}/{layer}/{name}/{tail}" for layer in layers]
+                    chosen.append(i)
+            whole = len(chosen) == len(names)
+            rows.append((table if whole else table[np.asarray(chosen, int)]).ravel())
+    return tuple(keys), jnp.concatenate(rows)
+
+
+def _signs(ndim: int, high: bool) -> list[tuple[str, bool]]:
+    """Names of the aggregates of an array of `ndim` axes, and whether each is by layer."""
+    side = "max" if high else "min"
+    if ndim == 0:
+        return [("value", False)]
+    overall = [(tail, False) for tail in ("mean", "p10", "p90", side, "worst_layer")]
+    if ndim == 1:
+        return [("value", True), *overall]
+    by_layer = [(tail, True) for tail in ("mean", "p10", "p90", side, "worst_head")]
+    return [*by_layer, *overall, ("worst_head", False)]
+
+
+def _aggregates(stack: Float[Array, "M ..."], flip: Float[Array, "M ..."]) -> list[Array]:
+    """The aggregates that `_signs` names, each (M,) or (M, L)."""
+    if stack.ndim == 1:
+        return [stack]
+    count = stack.shape[0]
+    turned = stack * flip
+    flat, turned_flat = stack.reshape(count, -1), turned.reshape(count, -1)
+    worst = jnp.argmin(turned_flat, axis=1)
+    heads = 1 if stack.ndim == 2 else stack.shape[2]
+    p10, p90 = jnp.percentile(flat, jnp.asarray([10.0, 90.0]), axis=1)
+    overall = [
+        jnp.mean(flat, axis=1),
+        p10,
+        p90,
+        jnp.min(turned_flat, axis=1) * flip.reshape(count),
+        (worst // heads).astype(jnp.float32),
+    ]
+    if stack.ndim == 2:
+        return [stack, *overall]
+    p10, p90 = jnp.percentile(stack, jnp.asarray([10.0, 90.0]), axis=2)
+    by_layer = [
+        jnp.mean(stack, axis=2),
+        p10,
+        p90,
+        jnp.min(turned, axis=2) * flip[..., 0],
+        jnp.argmin(turned, axis=2).astype(jnp.float32),
+    ]
+    return [*by_layer, *overall, (worst % heads).astype(jnp.float32)]

@@ -85,8 +85,13 @@ class Reference:
             if content["format"] > FORMAT:
                 raise ValueError(f"{path} has format {content['format']}, this code reads {FORMAT}")
             bands = {
-                key: Band(*(np.asarray(b[x]) for x in ("steps", "mean", "sd")), b["judged"])
-                for key, b in content["bands"].items()
+                key: Band(
+                    steps=np.asarray(band["steps"]),
+                    mean=np.asarray(band["mean"]),
+                    sd=np.asarray(band["sd"]),
+                    judged=band["judged"],
+                )
+                for key, band in content["bands"].items()
             }
             return cls(bands, tuple(content["window"]), content["source"])
         except (KeyError, TypeError, json.JSONDecodeError) as error:

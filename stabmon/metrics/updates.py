@@ -4,9 +4,12 @@ The spectrum of ΔW itself is `spectrum.py`'s; its effect on attention is `qk.py
 """
 
 import math
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
@@ -16,16 +19,21 @@ from stabmon.metrics.checks import all_finite, as_float, nan_unless, unit_scale
 from stabmon.metrics.spectrum import singular_values
 
 
-class NoiseOutliers(NamedTuple):
-    """Singular values that stand out of the noise, float32 scalars.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class NoiseOutliers:
+    """Singular values that stand out of the noise, float32 scalars; unpacks like a pair.
 
     Attributes:
         count: How many exceed the edge, in [0, min(m, n)].
         excess: σ₁/edge − 1, in [−1, ∞): above 0 means that the top direction is signal.
     """
 
-    count: Float[Array, ""]
-    excess: Float[Array, ""]
+    count: Any
+    excess: Any
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter((self.count, self.excess))
 
 
 def radial_alignment(delta: ArrayLike, w: ArrayLike) -> Float[Array, ""]:

@@ -1,0 +1,60 @@
+"""The attention-fault experiment at toy size: every command, and a fault that must be seen."""
+
+import dataclasses
+
+import pytest
+
+from experiments.attention_fault import KEYS, Config, learn_reference, main
+from models.config import GPTConfig
+from stabmon.output.runlog import read_jsonl
+
+TOY = Config(
+    command="reference",
+    seeds=(0,),
+    reference_seeds=(10, 11),
+    steps=300,
+    onset=100,
+    model=GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash"),
+    window=(25, 100),
+)
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("toy")
+    config = dataclasses.replace(TOY, runs=folder / "runs", reference=folder / "reference.json")
+    main(config)
+    return config
+
+
+def test_the_reference_covers_every_monitor(toy):
+    reference = learn_reference(toy)
+    assert set(reference.bands) == set(KEYS.values())
+    assert toy.reference.exists()
+
+
+def test_demo_judges_a_faulty_and_a_clean_run_and_writes_a_report(toy, capsys):
+    (result,) = main(dataclasses.replace(toy, command="demo"))
+    printed = capsys.readouterr().out
+    assert "Δ2 spectrum" in printed
+    report = result.faulty.folder / "report.html"
+    assert report.stat().st_size > 1_000_000
+    assert [row["onset"] for row in result.faulty.faults] == [100]
+    assert result.clean.faults == ()
+    assert {row.monitor for row in result.table} == set(KEYS)
+    alarms = [r for r in read_jsonl(result.faulty.folder / "events.jsonl") if r["kind"] == "alarm"]
+    fired = {row.key: row.first for row in result.table if row.first is not None}
+    assert {row["key"]: row["step"] for row in alarms} == fired
+
+
+def test_before_the_onset_both_runs_are_the_same(toy):
+    (result,) = main(dataclasses.replace(toy, command="demo"))
+    steps, faulty = result.faulty.metrics["symptoms/global/loss/value"]
+    _, clean = result.clean.metrics["symptoms/global/loss/value"]
+    assert (faulty[steps <= 100] == clean[steps <= 100]).all()
+    assert (faulty[steps > 110] != clean[steps > 110]).any()
+
+
+def test_a_seed_of_the_reference_is_refused(toy):
+    with pytest.raises(ValueError, match="seed 10 is in the reference: it would judge itself"):
+        main(dataclasses.replace(toy, command="demo", seeds=(10,)))

@@ -1,0 +1,154 @@
+"""The training loop: interrupted or not, a run is the same run."""
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from experiments.checkpoints import Checkpoints
+from experiments.faults import AttentionFault
+from experiments.train import Config, MonitorConfig, OptimizerConfig, make_step, train
+from models.config import GPTConfig
+from stabmon.output.runlog import load_run, read_jsonl
+
+ROOT = Path(__file__).parents[2]
+MODEL = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
+
+
+def tiny(folder, **changes):
+    settings = Config(
+        name="tiny",
+        runs=Path(folder),
+        steps=40,
+        batch=4,
+        model=MODEL,
+        optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
+        monitor=MonitorConfig(delta=5, activations=10, weights=10, symptoms=5),
+        fault=AttentionFault(onset=20),
+        checkpoint_every=15,
+        quiet=True,
+    )
+    return dataclasses.replace(settings, **changes)
+
+
+def final_state(config):
+    init, _, _ = make_step(config.model, config.optimizer, config.monitor, config.fault)
+    saved = Checkpoints(config.runs / config.name / "checkpoints")
+    return saved.restore(init(config.seed))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    config = tiny(tmp_path_factory.mktemp("whole"))
+    result = train(config)
+    return config, result
+
+
+def test_a_run_leaves_its_folder(whole):
+    _, result = whole
+    run = load_run(result.folder)
+    assert result.step == 40
+    assert run.metrics["symptoms/global/loss/value"][0].tolist() == list(range(0, 40, 5))
+    assert run.metrics["delta10/global/delta2/entropy/mean"][0].tolist() == list(range(10, 40, 5))
+    assert [row["onset"] for row in run.faults] == [20]
+    assert run.events[-1]["kind"] == "finished"
+    assert {"config.json", "metrics.jsonl", "faults.jsonl", "checkpoints"} <= {
+        path.name for path in result.folder.iterdir()
+    }
+    losses = run.metrics["symptoms/global/loss/value"][1]
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_interrupted_and_resumed_is_bit_for_bit_the_same(whole, tmp_path):
+    config, result = whole
+    broken = tiny(tmp_path)
+    train(dataclasses.replace(broken, steps=22))
+    again = train(dataclasses.replace(broken, resume=True))
+    assert again.loss == result.loss
+    jax.tree.map(np.testing.assert_array_equal, final_state(broken), final_state(config))
+    values = [
+        [(row["step"], row["values"]) for row in read_jsonl(r.folder / "metrics.jsonl")]
+        for r in (result, again)
+    ]
+    assert values[0] == values[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(whole, tmp_path, number):
+    config, _ = whole
+    broken = tiny(tmp_path)
+    script = (
+        "import sys; sys.path.insert(0, 'tests/experiments'); "
+        "from experiments.train import train; from test_train import tiny; "
+        f"train(tiny({str(tmp_path)!r}))"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, env=one_device())
+    metrics = tmp_path / "tiny" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and len(metrics.read_bytes().splitlines()) > 3):
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    process.send_signal(number)
+    code = process.wait(60)
+    assert code == (-signal.SIGKILL if number == signal.SIGKILL else 0)
+    train(dataclasses.replace(broken, resume=True))
+    steps = [row["step"] for row in read_jsonl(metrics)]
+    assert steps == list(range(0, 40, 5))
+    jax.tree.map(np.testing.assert_array_equal, final_state(broken), final_state(config))
+
+
+def one_device():
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+
+
+def test_another_configuration_in_the_folder_is_refused_and_nothing_overwritten(whole):
+    config, result = whole
+    before = (result.folder / "config.json").read_bytes()
+    with pytest.raises(FileExistsError, match="seed"):
+        train(dataclasses.replace(config, seed=1, resume=True))
+    assert (result.folder / "config.json").read_bytes() == before
+
+
+def test_a_finished_run_is_not_begun_again(whole):
+    config, _ = whole
+    with pytest.raises(FileExistsError, match="pass resume=True"):
+        train(config)
+
+
+def test_the_matched_clean_run_is_a_run_without_the_fault(whole, tmp_path):
+    _, result = whole
+    clean = train(tiny(tmp_path / "a", armed=False))
+    healthy = train(tiny(tmp_path / "b", fault=None))
+    assert clean.loss == healthy.loss != result.loss
+    assert read_jsonl(clean.folder / "faults.jsonl") == []
+
+
+def test_missing_data_is_refused(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        train(tiny(tmp_path, data=tmp_path / "nowhere.txt"))
+
+
+def test_the_step_compiles_once(tmp_path):
+    config = tiny(tmp_path)
+    init, step, _ = make_step(config.model, config.optimizer, config.monitor, config.fault)
+    state, tokens = init(0), np.zeros((4, 17), np.int32)
+    before = step._cache_size()
+    for _ in range(7):
+        state, _, _ = step(state, tokens, np.float32(1))
+    assert step._cache_size() - before <= 1
+
+
+def test_configuration_on_disk_tells_the_run(whole):
+    _, result = whole
+    content = json.loads((result.folder / "config.json").read_text())
+    assert content["model"]["layers"] == 1
+    assert content["fault"]["onset"] == 20
