@@ -310,7 +310,7 @@ def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
     data = batches(
         corpus, seed=0, batch=config.batch, context=config.model.context, split="held_out"
     )
-    fixed = np.stack([data[i] for i in range(read)])
+    fixed = np.stack([np.asarray(data[i]) for i in range(read)])
     loss = _loss_of_batches(config.model)
     return lambda params: loss(params, fixed)
 
