@@ -37,10 +37,10 @@ from stabmon.output.runlog import Run, load_run
 
 REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"
 MONITORS: dict[str, tuple[str, Judged]] = {
-    "Δ2 spectrum": ("delta200/global/delta2/entropy/p10", "reference"),
-    "Δ1 spectrum": ("delta200/global/delta1/entropy/p10", "reference"),
-    "Δ3 spectrum": ("delta200/global/delta3/entropy/p10", "reference"),
-    "ΔW_q spectrum": ("delta200/global/query/entropy/p10", "reference"),
+    "Δ2 spectrum": ("delta200/global/delta2/modes/p10", "reference"),
+    "Δ1 spectrum": ("delta200/global/delta1/modes/p10", "reference"),
+    "Δ3 spectrum": ("delta200/global/delta3/modes/p10", "reference"),
+    "ΔW_q spectrum": ("delta200/global/query/modes/p10", "reference"),
     "radial alignment of W_q": ("delta200/global/q/radial_alignment/mean", "reference"),
     "stable rank of W_q": ("weights/global/q/stable_rank/mean", "own"),
     "‖W_q‖": ("weights/global/q/norm/mean", "own"),
@@ -168,7 +168,7 @@ def one_seed(config: Config, seed: int, reference: Reference) -> Result:
 def lead_table(result: Result, seed: int) -> Table:
     """The lead-time table for the terminal."""
     table = Table(title=f"First alarms, seed {seed}")
-    for column in ("monitor", "first alarm", "after onset", "lead over held-out loss"):
+    for column in ("monitor", "first alarm", "after onset", "lead over loss"):
         table.add_column(column, justify="left" if column == "monitor" else "right")
     for row in result.table:
         never = row.first is None

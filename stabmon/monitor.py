@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from stabmon import tiers
 from stabmon.layout import Layout, leaves_with_paths
+from stabmon.metrics.jacobian import JacobianStats
 from stabmon.readings import Readings, aggregate
 from stabmon.snapshots import find_state, read_delta
 
@@ -28,6 +29,7 @@ BRIEF = re.compile(
     r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
     r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
     r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
+    r"|jacobian/(norm|forward)/(mean|max)|jacobian/(growth|danger|converged)/value"
     r"|router/(entropy|effective_experts|margin)/(mean|min)"
     r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
     r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
@@ -49,6 +51,7 @@ class Monitor:
             a multiple of `track_delta`'s `every`, so that each lag is exact.
         activations: Of the attention and activation monitors (from `intermediates`).
         weights: Of norms and stable ranks of the weights themselves.
+        jacobian: Of the layers' Jacobians; off by default, since it takes many products.
         symptoms: Of norms of gradients, updates, parameters and the loss.
         lags: Which lags of the ring to measure; None: the shortest and the longest.
         detail: "brief" (at most 60 keys, whatever the depth) or "full" (all, by layer).
@@ -77,6 +80,7 @@ class Monitor:
     delta: int = 50
     activations: int = 100
     weights: int = 500
+    jacobian: int = 0
     symptoms: int = 10
     lags: tuple[int, ...] | None = None
     detail: str = "brief"
@@ -111,6 +115,7 @@ class Monitor:
         grads: PyTree | None = None,
         updates: PyTree | None = None,
         loss: ArrayLike | None = None,
+        jacobian: Callable[[], JacobianStats] | None = None,
     ) -> Readings:
         """Measure what is due at `step`.
 
@@ -125,6 +130,8 @@ class Monitor:
             grads: Gradients, for the symptoms.
             updates: The optimizer's updates, for the symptoms.
             loss: Scalar loss, for the symptoms.
+            jacobian: Function without arguments for the Jacobian tier, such as
+                `lambda: jacobian_alignment(layers, h)`; called only where it is due.
         """
         step = jnp.asarray(step)
         nothing: dict[str, Array] = {}
@@ -176,6 +183,13 @@ class Monitor:
                 always,
                 lambda: {"router": tiers.router_metrics(self.layout, params, get(), self.top_k)},
             )
+        if self.jacobian:
+            if jacobian is None:
+                raise ValueError(
+                    "the Jacobian tier needs jacobian=lambda: jacobian_alignment(layers, h) in the "
+                    "call; or set jacobian=0"
+                )
+            sample(self.jacobian, always, lambda: {"jacobian": tiers.jacobian_metrics(jacobian())})
         if self.symptoms:
             sample(
                 self.symptoms,
@@ -198,7 +212,7 @@ class Monitor:
         )
 
     def _cadences(self) -> dict[str, int]:
-        names = ("router", "delta", "activations", "weights", "symptoms")
+        names = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
         return {name: getattr(self, name) for name in names}
 
     def _deltas(self, opt_state, params):

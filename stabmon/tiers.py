@@ -13,8 +13,15 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
 from stabmon.layout import CANONICAL, Layout
-from stabmon.metrics.activations import grade, rank_ratio, sample_tokens
-from stabmon.metrics.expert_load import expert_load
+from stabmon.metrics.activations import (
+    grade,
+    layer_correlation,
+    rank_ratio,
+    sample_tokens,
+    segment_rank_ratio,
+)
+from stabmon.metrics.expert_load import expert_load, topk_margin
+from stabmon.metrics.jacobian import JacobianStats
 from stabmon.metrics.qk import increment_spectra
 from stabmon.metrics.router import (
     router_conditioning,
@@ -22,15 +29,23 @@ from stabmon.metrics.router import (
     router_z,
     routing_entropy,
 )
-from stabmon.metrics.spectrum import power_norm, spectrum_stats
+from stabmon.metrics.spectrum import power_norm, singular_values, spectrum_stats
 from stabmon.metrics.symptoms import norm
-from stabmon.metrics.updates import radial_alignment
+from stabmon.metrics.updates import outliers_of_spectrum, radial_alignment
 
 Metrics = dict[str, Array]
 
 WORST_IS_HIGH = frozenset(
     {
         "similarity",
+        "layer_correlation",
+        "norm",
+        "forward",
+        "reversed",
+        "query/outliers",
+        "query/excess",
+        "key/outliers",
+        "key/excess",
         "max_violation",
         "dead",
         "z",
@@ -53,7 +68,7 @@ def delta_metrics(layout: Layout, params: PyTree, delta: PyTree) -> Metrics:
     ln(rank bound), so that they compare across head sizes.
     """
     now = layout.collect(params, ("q", "k"))
-    moved = layout.collect(delta, ("q", "k"))
+    moved = layout.collect(delta, ("q", "k", "router"))
     for role in ("q", "k"):
         if role not in moved:
             raise ValueError(
@@ -75,8 +90,15 @@ def delta_metrics(layout: Layout, params: PyTree, delta: PyTree) -> Metrics:
         out[f"{name}/entropy"] = stats.entropy / jnp.log(float(max(rank, 2)))
         out |= {f"{name}/{stat}": getattr(stats, stat) for stat in _STATS}
     by_head = jax.vmap(jax.vmap(radial_alignment))
+    outliers = lambda sigma: tuple(outliers_of_spectrum(sigma, q.shape[2:]))
+    for name in ("query", "key"):
+        found = jax.vmap(jax.vmap(outliers))(getattr(spectra, name))
+        out[f"{name}/outliers"], out[f"{name}/excess"] = found
     out["q/radial_alignment"] = by_head(dq, q - dq)
     out["k/radial_alignment"] = by_head(dk, k - dk)
+    if "router" in moved:
+        stats = jax.vmap(lambda w: spectrum_stats(singular_values(w)))(moved["router"])
+        out |= {f"router/{stat}": getattr(stats, stat) for stat in _STATS}
     return out
 
 
@@ -118,7 +140,31 @@ def activation_tier(intermediates: Mapping[str, Array], tokens: int) -> dict[str
         sample = lambda x: rank_ratio(sample_tokens(x, tokens))
         ratio = jax.vmap(sample)(intermediates["residual"])
         activations = {"rank_ratio": ratio, "grade": grade(ratio).astype(jnp.float32)}
+        residual = intermediates["residual"]
+        if residual.ndim == 4:
+            activations |= segment_metrics(residual, tokens)
+        if residual.shape[0] > 1:
+            streams = jax.vmap(lambda x: sample_tokens(x, tokens))(residual)
+            activations["layer_correlation"] = layer_correlation(streams)
     return {"attention": attention, "activations": activations}
+
+
+def segment_metrics(residual: Float[Array, "L B T D"], tokens: int) -> Metrics:
+    """Rank ratio of the residual stream in the front and the back half of the context, (L,)."""
+    _, batch, context, _ = residual.shape
+    if context < 2:
+        return {}
+    stride = min(max(1, batch * context // tokens), context // 2)
+    ratio = jax.vmap(segment_rank_ratio)(residual[:, :, ::stride])
+    return {"rank_ratio_front": ratio[:, 0], "rank_ratio_back": ratio[:, 1]}
+
+
+def jacobian_metrics(stats: JacobianStats) -> Metrics:
+    """Norms of the layers' Jacobians, alignment of neighbours, and whether their product grows."""
+    scalars = ("growth", "danger", "converged")
+    out = {"norm": stats.norms, "forward": stats.forward, "reversed": stats.reversed}
+    out |= {name: getattr(stats, name).astype(jnp.float32) for name in scalars}
+    return {name: x for name, x in out.items() if x.size}
 
 
 def router_metrics(
@@ -140,6 +186,8 @@ def router_metrics(
             name: jnp.asarray(getattr(load, name), jnp.float32)
             for name in ("max_violation", "dead", "effective_experts", "margin")
         }
+        margin = jax.vmap(lambda z: topk_margin(z, top_k))(logits)
+        out |= {"margin_p10": margin.p10, "margin_p01": margin.p01}
     return out
 
 

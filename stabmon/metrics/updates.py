@@ -117,8 +117,12 @@ def noise_outliers(w: ArrayLike) -> NoiseOutliers:
     References:
         Gavish & Donoho 2014 (arXiv 1305.5870) for the noise level.
     """
-    sigma = singular_values(w)
-    short, long = sorted(jnp.shape(w))
+    return outliers_of_spectrum(singular_values(w), jnp.shape(w))
+
+
+def outliers_of_spectrum(sigma: Float[Array, " r"], shape: tuple[int, ...]) -> NoiseOutliers:
+    """`noise_outliers` from given singular values, descending, of a matrix of this shape."""
+    short, long = sorted(shape)
     level = jnp.median(sigma) / math.sqrt(long * marchenko_pastur_median(short / long))
     edge = level * (math.sqrt(short) + math.sqrt(long))
     # Rounding leaves an exactly low-rank matrix a tail of eps·σ₁, which is no noise level.

@@ -80,8 +80,8 @@ def _spectra(*names: str) -> tuple[str, ...]:
 
 
 _RULES = (
-    _Rule("Loss", ".*", ("loss",), unit="nats per token"),
-    _Rule("Held-out loss", ".*", ("held_out_loss", "eval_loss"), unit="nats per token"),
+    _Rule("Held-out loss", "evaluation", ("loss",), unit="nats per token"),
+    _Rule("Loss", "(?!evaluation).*", ("loss",), unit="nats per token"),
     _Rule("Gradient norm", ".*", ("grad_norm",), log=True),
     _Rule("Δ2 {stat}", r"delta\d+", _spectra("delta2")),
     _Rule("ΔW {stat}", r"delta\d+", _spectra("delta_w", "dw", "query", "dw_q", "key", "dw_k")),

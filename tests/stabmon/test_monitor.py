@@ -10,6 +10,7 @@ import optax_ext
 import stabmon
 from models.config import GPTConfig
 from models.gpt import apply, init_params
+from stabmon.metrics.jacobian import jacobian_alignment
 
 CONFIG = GPTConfig(layers=2, model=16, heads=4, kv_heads=2, context=8, vocabulary=32)
 
@@ -206,3 +207,47 @@ def test_a_chain_without_a_ring_is_refused(params):
     monitor = stabmon.Monitor(stabmon.find_layout(params))
     with pytest.raises(ValueError, match="end the chain with it"):
         monitor(0, params, optax.sgd(0.1).init(params))
+
+
+def test_the_jacobian_tier_needs_its_function(params):
+    monitor, tx = make(params, jacobian=3)
+    with pytest.raises(ValueError, match="the Jacobian tier needs jacobian=lambda"):
+        run(monitor, tx, params, 1)
+
+
+def test_the_jacobian_tier_measures_what_it_is_given(params):
+    layers = [lambda h: 3.0 * h.at[0].mul(2.0), lambda h: h.at[1].mul(5.0)]
+    monitor, tx = make(params, jacobian=2, delta=0, weights=0, symptoms=0, activations=0)
+    state = tx.init(params)
+    stats = lambda: jacobian_alignment(layers, jnp.ones(3))
+    flat = jax.jit(lambda i: monitor(i, params, state, jacobian=stats))(2).flatten()
+    assert flat["jacobian/global/norm/max"] == pytest.approx(6.0, rel=1e-3)
+    assert flat["jacobian/global/converged/value"] == 1.0
+    assert jax.jit(lambda i: monitor(i, params, state, jacobian=stats))(1).flatten() == {}
+
+
+def test_router_and_activation_tiers_equal_their_metrics():
+    keys = jax.random.split(jax.random.key(0), 3)
+    router = jax.random.normal(keys[0], (2, 16, 4))
+    params = {"layers": {"moe": {"router": {"kernel": router}}}}
+    rules = (stabmon.Rule("router", "layers/moe/router/kernel", "l d e -> l e d"),)
+    monitor = stabmon.Monitor(
+        stabmon.Layout("router", rules),
+        router=1,
+        delta=0,
+        weights=0,
+        symptoms=0,
+        activations=1,
+        detail="full",
+    )
+    logits = jax.random.normal(keys[1], (2, 2, 8, 4))
+    residual = jax.random.normal(keys[2], (2, 2, 8, 16))
+    seen = {"router_logits": logits, "residual": residual}
+    flat = jax.jit(lambda: monitor(0, params, (), seen))().flatten()
+    close = lambda key, value: np.testing.assert_allclose(flat[key], value, rtol=1e-5, atol=1e-6)
+    close("router/layer_01/similarity/value", stabmon.router_similarity(router[1].T))
+    close("router/layer_01/entropy/value", stabmon.routing_entropy(logits[1]))
+    close("router/layer_00/max_violation/value", stabmon.expert_load(logits[0], 2).max_violation)
+    close("activations/layer_01/rank_ratio/value", stabmon.rank_ratio(residual[1]))
+    close("activations/layer_00/rank_ratio_back/value", stabmon.rank_ratio(residual[0][:, 4:]))
+    assert -1 <= flat["activations/global/layer_correlation/max"] <= 1
