@@ -1,5 +1,7 @@
 """Leading singular triples of matrices with a prescribed spectrum, against float64 SVD."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stabmon.metrics.krylov import LinearMap, error_angle, leading_triple
+from stabmon.metrics.krylov import LinearMap, SingularTriple, error_angle, leading_triple
 
 N = 96
 TOLERANCE = 5e-4
@@ -71,7 +73,7 @@ def test_a_repeated_value_is_right_and_its_vectors_are_not_trusted(sigma):
 
 def test_too_few_cycles_are_owned_up_to():
     a, _, v = with_spectrum(np.linspace(1, 0.9, N))
-    triple = jax.jit(lambda a: of_matrix(a, cycles=1))(a)
+    triple = jax.jit(partial(of_matrix, cycles=1))(a)
     assert angle(triple.v, v) > 0.1
     assert error_angle(triple) > 0.1
     assert triple.sigma < 1.0
@@ -92,6 +94,18 @@ def test_gap_is_no_more_than_it_is():
         gap = float(solve(with_spectrum(sigma)[0]).gap)
         exact = 1 - sigma[1]
         assert exact - 1e-3 <= gap <= exact + 2e-6
+
+
+@pytest.mark.parametrize("cycles", [1, 2, 4])
+def test_gap_is_not_overstated_before_the_second_value_settles(cycles):
+    sigma = SPECTRA["gap of 1 %"]
+    gap = jax.jit(partial(of_matrix, cycles=cycles))(with_spectrum(sigma)[0]).gap
+    assert gap <= 0.01 + 1e-6
+
+
+def test_a_gap_of_rounding_is_not_trusted_even_if_the_residual_is_zero():
+    x = jnp.ones(2)
+    assert error_angle(SingularTriple(x[0], x, x, residual=x[0] * 0.0, gap=x[0] * 1e-7)) > 1
 
 
 def test_small_maps():
