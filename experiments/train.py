@@ -1,8 +1,10 @@
 """The training loop, written to be copied.
 
-One jitted, donated step does everything: loss, gradients, optimizer, monitors. What it measures
-leaves as data and is written while the next step already runs, so the device never waits for the
-host. A run is a folder (`stabmon.output.runlog`); `--resume` continues it bit for bit.
+One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled
+twice, with the monitor for steps that are sampled and without it for the others, which then cost
+nothing. What is measured leaves as data and is written while the next step already runs, so the
+device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume` continues
+it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
@@ -178,8 +180,8 @@ def make_step(
 ) -> tuple[Callable, Callable, stabmon.Monitor]:
     """(init, step, monitor) for one configuration, compiled once for all its seeds.
 
-    init(seed) -> TrainState. step(state, tokens, armed) -> (state, readings, loss), jitted and
-    donating the state.
+    init(seed) -> TrainState. step(state, tokens, armed, sampled) -> (state, readings, loss),
+    jitted, donating the state; `sampled` is static, and without it readings are None.
     """
     shapes = jax.eval_shape(lambda: init_params(model, 0))
     layout = stabmon.find_layout(shapes)
@@ -199,7 +201,7 @@ def make_step(
         params = init_params(model, seed)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def step(state: TrainState, tokens: jax.Array, armed: jax.Array):
+    def step(state: TrainState, tokens: jax.Array, armed: jax.Array, sampled: bool):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         options = {}
         if fault is not None:
@@ -209,22 +211,22 @@ def make_step(
             lambda params: next_token_loss(apply(model, params, inputs, **options), targets)
         )(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
-        # A second, small forward pass, only where the monitor samples: the step itself stays free
-        # of it, and one program serves sampled and unsampled steps.
-        capture = lambda: apply(model, state.params, inputs[: monitor.sequences], capture=True)[1]
-        readings = watch(
-            state.step,
-            state.params,
-            state.opt_state,
-            capture,
-            grads=grads,
-            updates=updates,
-            loss=loss,
-        )
+        readings = None
+        if sampled:
+            # Intermediates come from a second, small forward pass, only where their tier is due.
+            readings = watch(
+                state.step,
+                state.params,
+                state.opt_state,
+                lambda: apply(model, state.params, inputs[: monitor.sequences], capture=True)[1],
+                grads=grads,
+                updates=updates,
+                loss=loss,
+            )
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), readings, loss
 
-    return init, jax.jit(step, donate_argnums=0), watch
+    return init, jax.jit(step, donate_argnums=0, static_argnames="sampled"), watch
 
 
 def train(config: Config) -> Result:
@@ -261,8 +263,8 @@ def train(config: Config) -> Result:
         armed = jnp.float32(config.armed)
         pending = None
 
-        def write(step: int, readings: stabmon.Readings, held_out: jax.Array | None) -> None:
-            values = readings.flatten()
+        def write(step: int, readings: stabmon.Readings | None, held_out: jax.Array | None) -> None:
+            values = readings.flatten() if readings is not None else {}
             if held_out is not None:
                 values[HELD_OUT] = float(held_out)
             log.sample(step, values, tokens=step * config.batch * context)
@@ -270,7 +272,7 @@ def train(config: Config) -> Result:
             for alarm in detector.update(step, values) if detector else ():
                 log.event("alarm", step, **alarm.event())
                 board.alarm(alarm)
-            if (path := readings.offender()) is not None:
+            if readings is not None and (path := readings.offender()) is not None:
                 log.event("nonfinite", step, path=path)
 
         with Board(config.name, config.steps, config.batch * context, config.quiet) as board:
@@ -279,12 +281,12 @@ def train(config: Config) -> Result:
                     held_out = None
                     if config.evaluate_every and step % config.evaluate_every == 0:
                         held_out = held_out_loss(state.params)
-                    state, readings, loss = step_fn(state, data[step], armed)
+                    due = monitor.due(step)
+                    state, readings, loss = step_fn(state, data[step], armed, sampled=due)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)
-                    sampled = monitor.due(step) or held_out is not None
-                    pending = (step, readings, held_out) if sampled else None
+                    pending = (step, readings, held_out) if due or held_out is not None else None
                     step += 1
                     board.advance(step)
                     if config.checkpoint_every and step % config.checkpoint_every == 0:

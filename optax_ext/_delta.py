@@ -73,8 +73,7 @@ def track_delta(
             total = zeros
         state: Any = TrackDeltaState(
             delta_step=jnp.zeros((), jnp.int32),
-            delta_taken=jnp.full((keep,), -1, jnp.int32),
-            delta_snapshots=tuple(jax.tree.map(jnp.copy, zeros) for _ in range(keep)),
+            delta_ring=tuple(jax.tree.map(jnp.copy, zeros) for _ in range(keep)),
             delta_total=total,
             every=every,
         )
@@ -87,18 +86,13 @@ def track_delta(
                 "track_delta: `update` got params=None; call tx.update(grads, state, params)"
             )
         now = pick(params, params) if source == "params" else state.delta_total
-
-        def take(taken, snapshots):
-            return jnp.roll(taken, 1).at[0].set(state.delta_step), (now, *snapshots[:-1])
-
-        # The oldest snapshot falls out at the end, so the j-th entry is always lag j·every and no
-        # index is traced. One scalar predicate: the branch not taken costs nothing.
-        taken, snapshots = jax.lax.cond(
-            state.delta_step % every == 0,
-            take,
-            lambda taken, snapshots: (taken, snapshots),
-            state.delta_taken,
-            state.delta_snapshots,
+        boundary = state.delta_step % every == 0
+        place = state.delta_step // every % keep
+        # One conditional for each place of the ring: XLA then hands the untouched places through.
+        # A single one that shifted the ring would copy all of it on every step.
+        ring = tuple(
+            jax.lax.cond(boundary & (place == i), lambda old: now, lambda old: old, old)
+            for i, old in enumerate(state.delta_ring)
         )
         total = state.delta_total
         if total is not None:
@@ -107,8 +101,7 @@ def track_delta(
             )
         new_state: Any = TrackDeltaState(
             delta_step=optax.safe_increment(state.delta_step),
-            delta_taken=taken,
-            delta_snapshots=snapshots,
+            delta_ring=ring,
             delta_total=total,
             every=every,
         )

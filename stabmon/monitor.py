@@ -163,12 +163,14 @@ class Monitor:
 
         always = jnp.ones((), bool)
         if self.delta:
-            for lag, change in self._deltas(opt_state, params).items():
+            for lag in self._lags(opt_state):
+                # The difference is taken inside the conditional, where it costs nothing unsampled.
+                change = lambda lag=lag: read_delta(opt_state, params)[lag].tree
                 sample(
                     self.delta,
-                    change.age == lag,
-                    lambda lag=lag, tree=change.tree: {
-                        f"delta{lag}": tiers.delta_metrics(self.layout, params, tree)
+                    find_state(opt_state).age(lag) == lag,
+                    lambda lag=lag, change=change: {
+                        f"delta{lag}": tiers.delta_metrics(self.layout, params, change())
                     },
                 )
         if self.weights:
@@ -215,7 +217,7 @@ class Monitor:
         names = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
         return {name: getattr(self, name) for name in names}
 
-    def _deltas(self, opt_state, params):
+    def _lags(self, opt_state: PyTree) -> tuple[int, ...]:
         state = find_state(opt_state)
         if self.delta % state.every:
             raise ValueError(
@@ -227,8 +229,7 @@ class Monitor:
         unknown = set(lags) - set(state.lags)
         if unknown:
             raise ValueError(f"lags {sorted(unknown)} are not tracked; one of {state.lags}")
-        deltas = read_delta(opt_state, params)
-        return {lag: deltas[lag] for lag in lags}
+        return lags
 
     def _keeps(self, key: str, by_layer: bool) -> bool:
         if self.exclude and re.search(self.exclude, key):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int, PyTree
+from jaxtyping import Array, Bool, Int, PyTree
 
 from stabmon.metrics.checks import as_float
 
@@ -22,8 +22,8 @@ class TrackDeltaState:
 
     Attributes:
         delta_step: Updates applied so far, int32 scalar.
-        delta_taken: int32 (keep,): step of each snapshot, newest first; −1 where there is none.
-        delta_snapshots: `keep` trees, newest first, with `optax.MaskedNode` where not selected.
+        delta_ring: `keep` trees like the parameters, with `optax.MaskedNode` where not selected.
+            The parameters of step m·every lie in place m mod keep.
         delta_total: Sum of all updates in float32 for source="updates", else None.
         every: Steps between snapshots; static.
 
@@ -31,15 +31,29 @@ class TrackDeltaState:
     """
 
     delta_step: Any
-    delta_taken: Any
-    delta_snapshots: tuple[Any, ...]
+    delta_ring: tuple[Any, ...]
     delta_total: Any
     every: int = field(metadata={"static": True})
 
     @property
     def lags(self) -> tuple[int, ...]:
         """The lags that can be read: every, 2·every, … keep·every."""
-        return tuple(self.every * (i + 1) for i in range(len(self.delta_snapshots)))
+        return tuple(self.every * (i + 1) for i in range(len(self.delta_ring)))
+
+    def age(self, lag: int) -> Int[Array, ""]:
+        """Steps back to the snapshot that stands for `lag`, int32; 0 if there is none yet."""
+        age = self.delta_step - self.every * self._number(lag)
+        return jnp.where(self._number(lag) >= 0, age, jnp.zeros_like(age))
+
+    def snapshot(self, lag: int) -> PyTree:
+        """The parameters `age(lag)` steps ago; zeros if there is no such snapshot yet."""
+        place = jnp.mod(self._number(lag), len(self.delta_ring))
+        return jax.tree.map(lambda *places: jax.lax.select_n(place, *places), *self.delta_ring)
+
+    def _number(self, lag: int) -> Int[Array, ""]:
+        """How many snapshots came before the one for `lag`; negative if there is none."""
+        newest = jnp.maximum(self.delta_step - 1, -1) // self.every
+        return newest - (lag // self.every - 1)
 
 
 class Delta(NamedTuple):
@@ -103,20 +117,19 @@ def read_delta(opt_state: PyTree, params: PyTree) -> dict[int, Delta]:
     state = find_state(opt_state)
     now = params if state.delta_total is None else state.delta_total
     return {
-        lag: _difference(now, past, state.delta_step, taken)
-        for lag, past, taken in zip(
-            state.lags, state.delta_snapshots, state.delta_taken, strict=True
-        )
+        lag: Delta(_subtract(now, state.snapshot(lag), state.age(lag) > 0), state.age(lag))
+        for lag in state.lags
     }
 
 
-def _difference(now: PyTree, past: PyTree, step: Int[Array, ""], taken: Int[Array, ""]) -> Delta:
-    def subtract(old, new):
+def _subtract(now: PyTree, past: PyTree, valid: Bool[Array, ""]) -> PyTree:
+    """Now − past in float32, zero unless `valid`, masked like `past`."""
+
+    def difference(old, new):
         if isinstance(old, optax.MaskedNode):
             return old
         new, old = as_float(new, "read_delta"), as_float(old, "read_delta")
-        return jnp.where(taken >= 0, new - old, jnp.zeros_like(old))
+        return jnp.where(valid, new - old, jnp.zeros_like(old))
 
     is_masked = lambda x: isinstance(x, optax.MaskedNode)
-    tree = jax.tree.map(subtract, past, now, is_leaf=is_masked)
-    return Delta(tree, jnp.where(taken >= 0, step - taken, jnp.zeros_like(step)))
+    return jax.tree.map(difference, past, now, is_leaf=is_masked)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import optax
 from einops import rearrange
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
@@ -203,13 +204,13 @@ def symptom_metrics(
     `first_nonfinite` is the index of the first leaf with a non-finite gradient or update, −1 if
     there is none; `nonfinite` counts such entries.
     """
-    out = {"param_norm": global_norm(params)}
+    out = {"param_norm": optax.tree.norm(_wide(params))}
     if loss is not None:
         out["loss"] = jnp.asarray(loss)
     if grads is not None:
-        out["grad_norm"] = global_norm(grads)
+        out["grad_norm"] = optax.tree.norm(_wide(grads))
     if updates is not None:
-        out["update_norm"] = global_norm(updates)
+        out["update_norm"] = optax.tree.norm(_wide(updates))
         out["update_ratio"] = out["update_norm"] / jnp.maximum(out["param_norm"], 1e-30)
     if grads is not None or updates is not None:
         counts = nonfinite_by_leaf(grads, updates)
@@ -223,9 +224,9 @@ def symptom_metrics(
     return out
 
 
-def global_norm(tree: PyTree) -> Float[Array, ""]:
-    """Frobenius norm over all leaves, without overflow."""
-    return norm(jnp.stack([norm(x) for x in jax.tree.leaves(tree)]))
+def _wide(tree: PyTree) -> PyTree:
+    """Leaves in float32: a sum of squares in bfloat16 would stop growing."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
 def nonfinite_by_leaf(*trees: PyTree | None) -> Float[Array, " leaves"]:
