@@ -25,7 +25,9 @@ lint: $(VENV)/.installed
 check: lint test
 
 bench: $(VENV)/.installed
-	$(BIN)/python -m experiments.bench
+	OPENBLAS_NUM_THREADS=$$(nproc) $(BIN)/python -m experiments.bench_metrics cores
+	$(BIN)/python -m experiments.bench_metrics monitor
+	$(BIN)/python -m experiments.bench_msign
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -26,7 +26,8 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.faults import AttentionFault
-from experiments.train import HELD_OUT, MonitorConfig, OptimizerConfig, train
+from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector

@@ -1,7 +1,7 @@
 """What do the spectral monitors cost, and how exact are they?
 
-    python -m experiments.bench_metrics            about 6 minutes on two cores
-    python -m experiments.bench_metrics --quick    the small shapes only
+    python -m experiments.bench_metrics cores      about 5 minutes on two cores
+    python -m experiments.bench_metrics monitor    about 2
 
 Ratios in one run on one machine: the compressed core of Δ2 against the SVD of the D×D product,
 against other ways to the same core, and the monitor's share of a training step.
@@ -10,7 +10,7 @@ against other ways to the same core, and the monitor's share of a training step.
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +19,8 @@ import tyro
 from rich.console import Console
 
 from experiments.attention_fault import MODEL
+from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from experiments.timing import Row, as_table, interleaved
-from experiments.train import MonitorConfig, OptimizerConfig, make_step
 from stabmon.metrics.qk import increment_spectra, product, qk_increment
 from stabmon.metrics.spectrum import power_norm, spectral_norm, spectrum_stats
 
@@ -30,16 +30,20 @@ class Config:
     """What to measure.
 
     Attributes:
+        part: The spectral cores, or the monitor inside a training step. Apart, since LAPACK may
+            have all cores in the one (OPENBLAS_NUM_THREADS) and should have one in the other.
         quick: Small shapes and few rounds only, to see that it runs.
     """
 
+    part: Annotated[Literal["cores", "monitor"], tyro.conf.Positional] = "cores"
     quick: bool = False
 
 
 def main(config: Config) -> list[Row]:
-    """All rows, printed as a table."""
-    rows = [*core_rows(config), *accuracy_rows(config), *norm_rows(config), *monitor_rows(config)]
-    Console().print(as_table("Metrics and monitor", rows))
+    """The rows of one part, printed as a table."""
+    parts = {"cores": (core_rows, accuracy_rows, norm_rows), "monitor": (monitor_rows,)}
+    rows = [row for measure in parts[config.part] for row in measure(config)]
+    Console().print(as_table(f"Metrics: {config.part}", rows))
     return rows
 
 

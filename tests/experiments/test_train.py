@@ -15,7 +15,8 @@ import pytest
 
 from experiments.checkpoints import Checkpoints
 from experiments.faults import AttentionFault
-from experiments.train import Config, MonitorConfig, OptimizerConfig, make_step, train
+from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.output.runlog import load_run, read_jsonl
 

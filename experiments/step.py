@@ -1,0 +1,159 @@
+"""One training step: optimizer, loss, fault and monitor, compiled for a configuration.
+
+The loop around it, with data, logging and checkpoints, is `train.py`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+import optax_ext
+import stabmon
+from experiments.checkpoints import TrainState
+from experiments.faults import AttentionFault
+from models.config import GPTConfig
+from models.gpt import apply, init_params
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up, and the snapshot ring behind it.
+
+    Attributes:
+        learning_rate: Peak learning rate.
+        warmup: Steps of linear warm-up.
+        schedule: What follows: "constant", or "linear" or "cosine" down to a tenth.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        weight_decay: On block matrices only.
+        clip: Global gradient norm; None: no clipping.
+        every: Steps between snapshots of the query and key matrices.
+        keep: Snapshots kept.
+    """
+
+    learning_rate: float = 1e-3
+    warmup: int = 100
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    beta1: float = 0.9
+    beta2: float = 0.95
+    weight_decay: float = 0.1
+    clip: float | None = None
+    every: int = 50
+    keep: int = 4
+
+
+@dataclass(frozen=True)
+class MonitorConfig:
+    """Cadences of the monitor's tiers, and lags; see `stabmon.Monitor`."""
+
+    lags: tuple[int, ...] | None = None
+    delta: int = 50
+    activations: int = 50
+    weights: int = 50
+    symptoms: int = 10
+    detail: Literal["brief", "full"] = "brief"
+    sequences: int = 4
+
+
+def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
+    """The chain: clip → AdamW → snapshot ring."""
+    decay_steps = {
+        "constant": lambda peak: optax.constant_schedule(peak),
+        "linear": lambda peak: optax.linear_schedule(peak, peak / 10, 10 * config.warmup),
+        "cosine": lambda peak: optax.cosine_decay_schedule(peak, 10 * config.warmup, 0.1),
+    }
+    peak = config.learning_rate
+    schedule = optax.join_schedules(
+        [optax.linear_schedule(0.0, peak, config.warmup), decay_steps[config.schedule](peak)],
+        [config.warmup],
+    )
+    matrices = layout.selects("all")
+    return optax.chain(
+        optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip),
+        optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=lambda params: stabmon.selection(params, matrices),
+        ),
+        optax_ext.track_delta(config.every, config.keep, select=r"attn/[qk]/"),
+    )
+
+
+def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Mean cross-entropy in nats per token; logits (B, T, V), targets (B, T)."""
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+@lru_cache(maxsize=8)
+def make_step(
+    model: GPTConfig,
+    optimizer: OptimizerConfig,
+    monitor: MonitorConfig,
+    fault: AttentionFault | None,
+) -> tuple[Callable, Callable, stabmon.Monitor]:
+    """(init, step, monitor) for one configuration, compiled once for all its seeds.
+
+    init(seed) -> TrainState. step(state, tokens, armed, sampled) -> (state, readings, loss),
+    jitted, donating the state; `sampled` is static, and without it readings are None.
+    """
+    shapes = jax.eval_shape(lambda: init_params(model, 0))
+    layout = stabmon.find_layout(shapes)
+    tx = make_optimizer(optimizer, layout)
+    watch = stabmon.Monitor(
+        layout,
+        router=0,
+        delta=monitor.delta,
+        activations=monitor.activations,
+        weights=monitor.weights,
+        symptoms=monitor.symptoms,
+        lags=monitor.lags,
+        detail=monitor.detail,
+    )
+
+    def init(seed: int) -> TrainState:
+        params = init_params(model, seed)
+        return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
+
+    def step(state: TrainState, tokens: jax.Array, armed: jax.Array, sampled: bool):
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        options = {}
+        if fault is not None:
+            gate = fault.gate(state.step, model.layers) * armed
+            options = {"gate_L": gate, "backward": fault}
+        loss, grads = jax.value_and_grad(
+            lambda params: next_token_loss(apply(model, params, inputs, **options), targets)
+        )(state.params)
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        readings = None
+        if sampled:
+            # Intermediates come from a second, small forward pass, only where their tier is due.
+            readings = watch(
+                state.step,
+                state.params,
+                state.opt_state,
+                lambda: apply(model, state.params, inputs[: monitor.sequences], capture=True)[1],
+                grads=grads,
+                updates=updates,
+                loss=loss,
+            )
+        params = optax.apply_updates(state.params, updates)
+        return TrainState(state.step + 1, params, opt_state), readings, loss
+
+    return init, jax.jit(step, donate_argnums=0, static_argnames="sampled"), watch
+
+
+@lru_cache(maxsize=8)
+def loss_of_batches(model: GPTConfig) -> Callable:
+    """Jitted function of (parameters, batches): mean loss over batches (count, B, T + 1)."""
+
+    def loss(params, tokens):
+        return next_token_loss(apply(model, params, tokens[:, :-1]), tokens[:, 1:])
+
+    return jax.jit(lambda params, fixed: jnp.mean(jax.lax.map(lambda x: loss(params, x), fixed)))
