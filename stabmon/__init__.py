@@ -11,6 +11,8 @@ from stabmon.metrics.attention import max_attention_logit as max_attention_logit
 from stabmon.metrics.expert_load import ExpertLoad as ExpertLoad
 from stabmon.metrics.expert_load import expert_load as expert_load
 from stabmon.metrics.flash import flash_attention_stats as flash_attention_stats
+from stabmon.metrics.jacobian import JacobianStats as JacobianStats
+from stabmon.metrics.jacobian import jacobian_alignment as jacobian_alignment
 from stabmon.metrics.qk import QKIncrement as QKIncrement
 from stabmon.metrics.qk import qk_increment as qk_increment
 from stabmon.metrics.router import router_conditioning as router_conditioning
