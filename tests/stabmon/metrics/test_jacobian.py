@@ -137,6 +137,14 @@ def test_the_cumulative_bound_holds_without_assumptions(seed):
     assert stats.bound <= exact * (1 + 1e-5)
 
 
+def test_a_product_with_a_repeated_value_is_flagged_though_its_layers_are_clear():
+    rest = [0.3, 0.2, 0.1, 0.0]
+    diagonals = [[2.0, 1.0, *rest], [1.0, 2.0, *rest], [3.0, 1.0, *rest]]
+    stats = cumulative(np.stack([np.diag(d) for d in diagonals]))
+    np.testing.assert_allclose(stats.norms, [2.0, 2.0, 6.0], rtol=1e-5)
+    assert not stats.converged
+
+
 def test_identity_layers_have_norm_one_and_no_alignment_to_speak_of():
     stats = aligned(np.stack([np.eye(3)] * 2))
     np.testing.assert_allclose(stats.norms, 1.0, rtol=1e-6)
