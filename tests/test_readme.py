@@ -3,6 +3,9 @@
 import re
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -25,6 +28,15 @@ def test_the_layout_example_runs():
     namespace = {"stabmon": stabmon}
     exec(compile(blocks()[1], "README.md", "exec"), namespace)
     assert namespace["layout"].rules[0].rank == 3
+
+
+def test_the_msign_example_runs():
+    namespace = {}
+    exec(compile(blocks()[2], "README.md", "exec"), namespace)
+    params = {"layers": {"attn": {name: {"kernel": jnp.ones((1, 4, 2, 2))} for name in "qkv"}}}
+    state = namespace["tx"].init(params)
+    updates, _ = namespace["tx"].update(params, state, params)
+    assert jax.tree.structure(updates) == jax.tree.structure(params)
 
 
 def test_every_path_that_is_named_exists():

@@ -198,9 +198,13 @@ def test_kv_heads_that_do_not_divide_are_refused():
     attn = {"q": {"kernel": jnp.ones((1, 8, 3, 2))}, "k": {"kernel": jnp.ones((1, 8, 2, 2))}}
     params = {"layers": {"attn": attn}}
     tx = optax_ext.track_delta(every=5, keep=1)
-    monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
+
+    def measure():
+        monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
+        return monitor(0, params, tx.init(params))
+
     with pytest.raises(ValueError, match="3 query heads do not divide over 2 kv heads"):
-        monitor(0, params, tx.init(params))
+        measure()
 
 
 def test_a_chain_without_a_ring_is_refused(params):
