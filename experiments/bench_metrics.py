@@ -21,8 +21,9 @@ from rich.console import Console
 from experiments.attention_fault import MODEL
 from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from experiments.timing import Row, as_table, interleaved
+from stabmon.metrics.power import power_norm
 from stabmon.metrics.qk import increment_spectra, product, qk_increment
-from stabmon.metrics.spectrum import power_norm, spectral_norm, spectrum_stats
+from stabmon.metrics.spectrum import spectral_norm, spectrum_stats
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from stabmon.metrics.activations import (
 )
 from stabmon.metrics.expert_load import expert_load, topk_margin
 from stabmon.metrics.jacobian import JacobianStats
+from stabmon.metrics.power import power_norm
 from stabmon.metrics.qk import increment_spectra
 from stabmon.metrics.router import (
     router_conditioning,
@@ -30,7 +31,7 @@ from stabmon.metrics.router import (
     router_z,
     routing_entropy,
 )
-from stabmon.metrics.spectrum import power_norm, singular_values, spectrum_stats
+from stabmon.metrics.spectrum import singular_values, spectrum_stats
 from stabmon.metrics.symptoms import norm
 from stabmon.metrics.updates import outliers_of_spectrum, radial_alignment
 
