@@ -43,6 +43,10 @@ def test_two_samples_on_different_sides_are_not_enough():
     assert feed(BandDetector(reference()), [2, 0, 2, 0, 2, 0]) == []
 
 
+def test_a_change_of_side_begins_the_count_anew():
+    assert feed(BandDetector(reference()), [2, 0, 0]) == [100]
+
+
 def test_falling_counts_as_much_as_rising():
     detector = BandDetector(reference())
     assert feed(detector, [1, 0.4, 0.4]) == [100]
