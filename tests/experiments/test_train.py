@@ -18,6 +18,7 @@ from experiments.faults import AttentionFault
 from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
+from stabmon.alarms.reference import Band, Reference
 from stabmon.output.runlog import load_run, read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -80,6 +81,27 @@ def test_interrupted_and_resumed_is_bit_for_bit_the_same(whole, tmp_path):
         for r in (result, again)
     ]
     assert values[0] == values[1]
+
+
+def test_alarms_are_the_same_with_an_interruption(tmp_path):
+    flat = lambda mean, sd: (np.array([0, 40]), np.full(2, mean), np.full(2, sd))
+    bands = {
+        "symptoms/global/loss/value": Band(*flat(5.0, 1e-3), "reference"),
+        # Judged by its own steps 5 to 15, so its two samples lie on both sides of step 22.
+        "symptoms/global/grad_norm/value": Band(*flat(0.0, 1e-4), "own"),
+    }
+    path = tmp_path / "reference.json"
+    Reference(bands, (5, 15), {}).save(path)
+    whole = train(tiny(tmp_path / "whole", reference=path))
+    broken = tiny(tmp_path / "broken", reference=path)
+    train(dataclasses.replace(broken, steps=22, checkpoint_every=0))
+    again = train(dataclasses.replace(broken, resume=True))
+    alarms = [
+        [(row["step"], row["key"]) for row in load_run(r.folder).events if row["kind"] == "alarm"]
+        for r in (whole, again)
+    ]
+    assert alarms[0] == alarms[1]
+    assert [step for step, key in alarms[0] if "grad_norm" in key] == [25]
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
