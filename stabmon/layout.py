@@ -1,95 +1,31 @@
 """Where the query, key, value, output, MLP and router matrices lie in a parameter tree.
 
-A `Layout` is data: path patterns, each with an einops pattern to canonical axes. Nothing is ever
-guessed from the number of dimensions; a leaf that no rule fits is left out and reported. What is
-measured on the collected matrices is decided in `monitor.py`.
+A `Layout` is data: a set of `Rule`s (`rules.py`), each a path with an einops pattern to canonical
+axes; `find_layout` picks one of `presets.py`. Nothing is ever guessed from the number of
+dimensions; a leaf that no rule fits is left out and reported, and shapes that contradict the rules
+are an error. What is measured on the collected matrices is decided in `monitor.py`.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-from einops import EinopsError, rearrange
 from jaxtyping import Array, PyTree
 
-# Axes as in the README: D model, N heads, K kv heads (here also n), H head dim, F ff, E experts.
-CANONICAL = {
-    "q": "n d h",
-    "k": "n d h",
-    "v": "n d h",
-    "o": "n h d",
-    "mlp_up": "d f",
-    "mlp_gate": "d f",
-    "mlp_down": "f d",
-    "router": "e d",
-    "expert_up": "e d f",
-    "expert_gate": "e d f",
-    "expert_down": "e f d",
-}
-GROUPS = {
-    "attention": ("q", "k", "v", "o"),
-    "mlp": ("mlp_up", "mlp_gate", "mlp_down", "expert_up", "expert_gate", "expert_down"),
-    "router": ("router",),
-}
-GROUPS["all"] = tuple(CANONICAL)
+from stabmon import presets as known
+from stabmon.axes import Equation, Misfit, unknown
+from stabmon.gather import Found, compose, gather, is_whole, match, needed, resolve
+from stabmon.paths import Select as Select
+from stabmon.paths import leaves_with_paths as leaves_with_paths
+from stabmon.paths import path_name as path_name
+from stabmon.paths import selection as selection
+from stabmon.rules import CANONICAL as CANONICAL
+from stabmon.rules import FACTORS, LATENT, SCALES
+from stabmon.rules import GROUPS as GROUPS
+from stabmon.rules import Rule as Rule
 
-Select = str | Callable[[str, Any], bool] | PyTree[bool] | None
-
-
-@dataclass(frozen=True)
-class Rule:
-    """One matrix family.
-
-    Attributes:
-        role: A key of `CANONICAL`.
-        path: Path of the leaf, `/`-separated; `*` stands for the layer number. Matches at the end
-            of a longer path, so a wrapper around the parameters does no harm.
-        pattern: einops pattern from the leaf's axes to the canonical ones, with a leading `l` on
-            both sides where layers are stacked in one leaf.
-    """
-
-    role: str
-    path: str
-    pattern: str
-
-    def __post_init__(self):
-        if self.role not in CANONICAL:
-            raise ValueError(f"unknown role {self.role!r}; one of {', '.join(CANONICAL)}")
-        stacked = "l " if "*" not in self.path else ""
-        expected = stacked + CANONICAL[self.role]
-        if self.pattern.count("->") != 1 or self.right != expected:
-            raise ValueError(
-                f"rule for {self.path!r}: expected a pattern '… -> {expected}', "
-                f"got {self.pattern!r}"
-                + ("" if "*" in self.path else "; mark the layer number in the path with *")
-            )
-
-    @property
-    def left(self) -> str:
-        """The leaf's axes."""
-        return self.pattern.split("->")[0].strip()
-
-    @property
-    def right(self) -> str:
-        """The canonical axes."""
-        return self.pattern.split("->")[1].strip()
-
-    @property
-    def rank(self) -> int:
-        """How many axes the leaf has."""
-        return len(re.sub(r"\([^)]*\)", "x", self.left).split())
-
-    def layer(self, path: str) -> int | None:
-        """The layer number in `path` (0 for a stacked leaf), or None if the rule does not fit."""
-        glob = re.escape(self.path).replace(r"\*", r"(\d+)")
-        found = re.search(rf"(?:^|/){glob}$", path)
-        if found is None:
-            return None
-        return int(found.group(1)) if found.groups() else 0
+_ROLES = tuple(role for role in CANONICAL if role not in LATENT)
 
 
 @dataclass(frozen=True)
@@ -99,174 +35,253 @@ class Layout:
     Attributes:
         name: For messages.
         rules: The matrix families.
-        sizes: Axis sizes that shapes alone do not tell, such as (("n", 8),).
-        left_out: Filled by `find_layout`: (path, reason) of every leaf that no rule takes.
+        sizes: Axis sizes that shapes alone do not tell, such as (("n", 8), ("k", 2)): n are the
+            query heads, k the kv heads.
+        left_out: Filled by `find_layout`: (path, reason) of every leaf, or part of one, that no
+            rule takes.
+        requires: Path of a leaf without which `find_layout` does not consider this layout.
     """
 
     name: str
     rules: tuple[Rule, ...]
     sizes: tuple[tuple[str, int], ...] = ()
     left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    requires: str = ""
 
-    def collect(self, params: PyTree, roles: Iterable[str] | None = None) -> dict[str, Array]:
+    def collect(
+        self, params: PyTree, roles: Iterable[str] | None = None, *, fold: bool = True
+    ) -> dict[str, Array]:
         """Every role's matrices on canonical axes behind a layer axis, e.g. q: (L, N, D, H).
+
+        With `fold`, q, k and v are what acts on the normalised stream: columns times the learnable
+        query-key norm scale, and for latent attention down · diag(norm scale) · up, each in
+        float32. RoPE is not in them: it acts after the projection. The maps are then not linear in
+        the leaves, so a change of q is `difference`, not `collect` of a change.
 
         Leaves of separate layers are stacked. Roles without a leaf are absent, and so are masked
         leaves. Jit-able.
 
+        Args:
+            params: Parameter tree.
+            roles: Keys of `CANONICAL`; None: all but the factors of latent attention.
+            fold: Whether to fold and compose. Without it each role is its leaves and nothing else,
+                the factors of latent attention among them: for gradients and updates.
+
         Raises:
-            ValueError: A leaf's shape does not fit its pattern, or layers differ in shape.
+            ValueError: A leaf's shape does not fit its pattern or the other leaves, layers differ
+                in shape, or a factor is missing.
         """
-        wanted = set(CANONICAL if roles is None else roles)
-        found: dict[str, dict[int, Array]] = {}
-        for path, leaf in leaves_with_paths(params):
-            for rule in self.rules:
-                layer = rule.layer(path)
-                if layer is not None and rule.role in wanted:
-                    found.setdefault(rule.role, {})[layer] = self._canonical(rule, path, leaf)
-        collected = {}
-        for rule in self.rules:
-            layers = found.pop(rule.role, None)
-            if layers is None:
-                continue
-            shapes = {x.shape for x in layers.values()}
-            if len(shapes) > 1:
-                raise ValueError(f"layers of role {rule.role!r} differ in shape: {sorted(shapes)}")
-            stack = [layers[i] for i in sorted(layers)]
-            collected[rule.role] = stack[0] if "*" not in rule.path else jnp.stack(stack)
-        return collected
+        found, sizes = self._match(params)
+        if not fold:
+            wanted = self._known(CANONICAL if roles is None else roles)
+            return gather(self.name, found, wanted, sizes)
+        wanted = self._known(_ROLES if roles is None else roles)
+        parts = gather(self.name, found, self._parts(wanted), sizes, shift=True)
+        whole = {role: compose(self.name, role, parts) for role in wanted}
+        return {role: matrices for role, matrices in whole.items() if matrices is not None}
+
+    def difference(
+        self, params: PyTree, delta: PyTree, roles: Iterable[str] | None = None
+    ) -> tuple[dict[str, Array], dict[str, Array]]:
+        """The matrices of `params`, and how far each moved: (collect(now), collect(now − then)).
+
+        For a product of factors the change is summed factor by factor,
+
+            ΔABC = ΔA B C + A₀ ΔB C + A₀ B₀ ΔC,    A₀ = A − ΔA,
+
+        which is exact and loses nothing to cancellation however small the change. Jit-able.
+
+        Args:
+            params: Parameter tree now.
+            delta: Parameters now minus parameters then, a tree like `params`; leaves may be masked.
+            roles: As in `collect`.
+
+        Returns:
+            Matrices now and their change, keyed by role. A role of which `delta` has no leaf is in
+            the first alone.
+
+        Raises:
+            ValueError: As `collect`; or `delta` has some factors of a product, but not all.
+        """
+        found, sizes = self._match(params)
+        wanted = self._known(_ROLES if roles is None else roles)
+        chain = self._parts(wanted)
+        parts = gather(self.name, found, chain, sizes, shift=True)
+        moves = gather(self.name, self._found(delta), chain, sizes)
+        now = {role: compose(self.name, role, parts) for role in wanted}
+        moved = {role: compose(self.name, role, parts, moves) for role in wanted}
+        present = lambda whole: {role: x for role, x in whole.items() if x is not None}
+        return present(now), present(moved)
 
     def selects(self, group: str) -> Callable[[str, Any], bool]:
         """A predicate (path, leaf) for the leaves of a group of roles, for `select=` arguments.
 
+        The groups hold matrices only. "qk" is what q and k are made of, norm scales included:
+        what `track_delta` has to keep for the delta monitors.
+
         Raises:
-            ValueError: `group` is neither a role nor one of attention, mlp, router, all.
+            ValueError: `group` is neither a role nor one of attention, mlp, router, all, qk.
         """
-        roles = GROUPS.get(group) or ((group,) if group in CANONICAL else None)
-        if roles is None:
-            names = ", ".join([*GROUPS, *CANONICAL])
-            raise ValueError(f"unknown group of matrices {group!r}; one of {names}")
-        chosen = [rule for rule in self.rules if rule.role in roles]
+        groups = GROUPS | {"qk": (*FACTORS["q"], *FACTORS["k"])}
+        groups |= {role: FACTORS.get(role, (role,)) for role in CANONICAL}
+        if group not in groups:
+            raise ValueError(f"unknown group of matrices {group!r}; one of {', '.join(groups)}")
+        roles = {role for role in groups[group] if role not in SCALES or group == "qk"}
+        chosen = [rule for rule in self.rules if roles.intersection(rule.roles)]
         return lambda path, leaf: any(rule.layer(path) is not None for rule in chosen)
 
-    def _canonical(self, rule: Rule, path: str, leaf: Array) -> Array:
-        named = {name: size for name, size in self.sizes if name in rule.left.split()}
-        if leaf.ndim != rule.rank:
+    def _match(self, tree: PyTree) -> tuple[list[Found], dict[str, int]]:
+        """The leaves that rules take, and the sizes of all axes."""
+        found = self._found(tree)
+        return found, resolve(self.name, found, dict(self.sizes))[0]
+
+    def _found(self, tree: PyTree) -> list[Found]:
+        found, misfits = match(self.rules, leaves_with_paths(tree))
+        for path in misfits.keys() - dict(self.left_out).keys():
             raise ValueError(
-                f"layout {self.name!r}: {path} has shape {leaf.shape}, expected axes "
-                f"'{rule.left}'; declare a rule that fits, or drop this one"
+                f"layout {self.name!r}: {path} {misfits[path]}; declare a rule that fits, or drop "
+                "this one"
             )
-        try:
-            return rearrange(leaf, rule.pattern, **named)
-        except EinopsError as error:
-            raise ValueError(
-                f"layout {self.name!r}: {path} of shape {leaf.shape} does not fit "
-                f"'{rule.pattern}' with {named}: {error}"
-            ) from error
+        return found
+
+    @staticmethod
+    def _known(roles: Iterable[str]) -> list[str]:
+        wanted = list(roles)
+        if missing := [role for role in wanted if role not in CANONICAL]:
+            raise ValueError(f"unknown roles {missing}; some of {', '.join(CANONICAL)}")
+        return wanted
+
+    @staticmethod
+    def _parts(roles: Iterable[str]) -> list[str]:
+        return list(dict.fromkeys(part for role in roles for part in FACTORS.get(role, (role,))))
 
 
-SCANNED_GPT = Layout(
-    "scanned GPT",
-    (
-        Rule("q", "layers/attn/q/kernel", "l d n h -> l n d h"),
-        Rule("k", "layers/attn/k/kernel", "l d n h -> l n d h"),
-        Rule("v", "layers/attn/v/kernel", "l d n h -> l n d h"),
-        Rule("o", "layers/attn/o/kernel", "l n h d -> l n h d"),
-        Rule("mlp_up", "layers/mlp/up/kernel", "l d f -> l d f"),
-        Rule("mlp_gate", "layers/mlp/gate/kernel", "l d f -> l d f"),
-        Rule("mlp_down", "layers/mlp/down/kernel", "l f d -> l f d"),
-        Rule("router", "layers/moe/router/kernel", "l d e -> l e d"),
-        Rule("expert_up", "layers/moe/up/kernel", "l e d f -> l e d f"),
-        Rule("expert_gate", "layers/moe/gate/kernel", "l e d f -> l e d f"),
-        Rule("expert_down", "layers/moe/down/kernel", "l e f d -> l e f d"),
-    ),
+PRESETS: tuple[Layout, ...] = tuple(
+    Layout(preset.name, preset.rules, requires=preset.requires) for preset in known.TABLE
 )
-PRESETS: tuple[Layout, ...] = (SCANNED_GPT,)
 
 
-def find_layout(params: PyTree, presets: Sequence[Layout] = PRESETS) -> Layout:
+def find_layout(
+    params: PyTree,
+    presets: Sequence[Layout] = PRESETS,
+    *,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    sizes: Mapping[str, int] | None = None,
+) -> Layout:
     """The preset whose rules take the most leaves of `params`, with what it leaves out and why.
+
+    Where all heads lie in one axis (Hugging Face), shapes do not tell how many there are, unless
+    a query-key norm gives the head dim; then `heads` is needed, as the model's config has it.
 
     Args:
         params: Parameter tree; arrays or `jax.ShapeDtypeStruct` leaves.
         presets: Layouts to choose from.
+        heads: Query heads N.
+        kv_heads: Key-value heads K, to be checked; it follows from N.
+        sizes: Sizes of other axes by their letter in the rules.
 
     Raises:
-        ValueError: No preset finds both query and key matrices.
+        ValueError: No preset finds both query and key matrices, shapes contradict it or each
+            other, or a size is needed.
 
     >>> import jax.numpy as jnp
     >>> attn = {name: {"kernel": jnp.zeros((2, 8, 4, 2))} for name in "qkv"}
     >>> layout = find_layout({"layers": {"attn": attn}, "norm": {"scale": jnp.ones(8)}})
     >>> layout.name, layout.left_out
     ('scanned GPT', (('norm/scale', 'no rule for shape (8,)'),))
+    >>> weight = {"c_attn": {"weight": jnp.zeros((8, 24))}}
+    >>> find_layout({"h": {"0": {"attn": weight}}}, heads=4).sizes
+    (('n', 4), ('three', 3), ('h', 2))
     """
+    given = {"n": heads, "k": kv_heads, **(sizes or {})}
+    given = {name: size for name, size in given.items() if size is not None}
     leaves = leaves_with_paths(params)
-    best, taken = None, {}
-    for layout in presets:
-        fits = {
-            path: rule.role
-            for path, leaf in leaves
-            for rule in layout.rules
-            if rule.layer(path) is not None and len(leaf.shape) == rule.rank
-        }
-        if {"q", "k"} <= set(fits.values()) and len(fits) > len(taken):
-            best, taken = layout, fits
-    if best is None:
+    candidates = _candidates(leaves, presets)
+    if not candidates:
         seen = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in leaves[:12])
         raise ValueError(
             f"no preset layout ({', '.join(x.name for x in presets)}) finds query and key "
             f"matrices among {len(leaves)} leaves: {seen}{' …' if len(leaves) > 12 else ''}; "
             "declare Layout('mine', (Rule('q', 'path/*/to/kernel', 'd n h -> n d h'), …))"
         )
-    left_out = tuple(
-        (path, f"no rule for shape {tuple(leaf.shape)}")
-        for path, leaf in leaves
-        if path not in taken
-    )
-    return Layout(best.name, best.rules, best.sizes, left_out)
+    fitting, misfit = [], None
+    for layout, found in candidates:
+        if fitting and _count(found) < _count(fitting[0].found):
+            break
+        try:
+            sizes = dict(layout.sizes) | given
+            fitting.append(_Fit(layout, found, *resolve(layout.name, found, sizes)))
+        except Misfit as error:
+            misfit = misfit or error
+    if misfit and not fitting:
+        raise misfit
+    best = fitting[0]
+    other = [fit for fit in fitting if (fit.sizes, fit.rest) != (best.sizes, best.rest)]
+    if best.rest or (other and not best.layout.requires):
+        rest = best.rest or other[0].rest
+        missing = unknown(rest, best.sizes) or ["n"]
+        source = f": {rest[0].source}, axes '{rest[0].axes}'" if rest else ""
+        raise ValueError(
+            f"layout {best.layout.name!r}: shapes do not tell the size of {', '.join(missing)}"
+            f"{source}; {needed(missing)}"
+        )
+    return best.as_layout(leaves)
 
 
-def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
-    """Leaves with their `/`-separated paths; the `value` under a Flax variable is not a step."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
-    return [(path_name(path), leaf) for path, leaf in flat]
+class _Fit(NamedTuple):
+    """A layout without contradictions in the tree."""
+
+    layout: Layout
+    found: list[Found]
+    sizes: dict[str, int]
+    rest: list[Equation]
+
+    def as_layout(self, leaves: Sequence[tuple[str, Any]]) -> Layout:
+        """The layout with the sizes of composed axes and what it leaves out."""
+        cut = {axis for item in self.found for axis in item.rule.cuts}
+        return replace(
+            self.layout,
+            sizes=tuple((axis, size) for axis, size in self.sizes.items() if axis in cut),
+            left_out=tuple(_left_out(self.layout.rules, self.found, leaves)),
+        )
 
 
-def path_name(path: Sequence[Any]) -> str:
-    """A key path as `layers/attn/q/kernel`."""
-    if path and isinstance(path[-1], jax.tree_util.GetAttrKey) and path[-1].name == "value":
-        path = path[:-1]
-    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+def _left_out(
+    rules: Sequence[Rule], found: Sequence[Found], leaves: Sequence[tuple[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Leaves that no rule takes, and parts of leaves that are in no matrix, with the reason."""
+    _, misfits = match(rules, leaves)
+    taken: dict[str, list[Rule]] = {}
+    for item in found:
+        taken.setdefault(item.path, []).append(item.rule)
+    for path, leaf in leaves:
+        if path not in taken:
+            yield path, misfits.get(path, f"no rule for shape {tuple(leaf.shape)}")
+            continue
+        named = {axis for rule in taken[path] for axis in re.split(r"\W+", rule.right)}
+        parts = [axis for axis in re.split(r"\W+", taken[path][0].left) if axis not in {*named, ""}]
+        if parts:
+            yield path, f"its part {', '.join(parts)} of '{taken[path][0].left}' is in no matrix"
 
 
-def selection(params: PyTree, select: Select) -> PyTree[bool]:
-    """A tree of booleans: which leaves of `params` an argument `select=` means.
+def _candidates(
+    leaves: Sequence[tuple[str, Any]], presets: Sequence[Layout]
+) -> list[tuple[Layout, list[Found]]]:
+    """Layouts that find queries and keys with the leaves they take, those with most first."""
+    candidates = []
+    for layout in presets:
+        if layout.requires:
+            marker = re.escape(layout.requires).replace(r"\*", r"\d+")
+            if not any(re.search(rf"(?:^|/){marker}$", p.replace(".", "/")) for p, _ in leaves):
+                continue
+        found, _ = match(layout.rules, leaves)
+        roles = {role for item in found for role in item.rule.roles}
+        if is_whole("q", roles) and is_whole("k", roles):
+            candidates.append((layout, found))
+    return sorted(candidates, key=lambda x: (-_count(x[1]), not x[0].requires))
 
-    Args:
-        params: Parameter tree.
-        select: None for every floating-point leaf; a regular expression searched in the path; a
-            predicate (path, leaf) -> bool, such as `layout.selects("attention")`; or a tree of
-            booleans like `params`.
 
-    Raises:
-        ValueError: Nothing is selected, or a boolean tree has another structure.
-    """
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    if callable(select):
-        chosen = [bool(select(path_name(path), leaf)) for path, leaf in leaves]
-    elif isinstance(select, str):
-        chosen = [re.search(select, path_name(path)) is not None for path, _ in leaves]
-    elif select is None:
-        chosen = [
-            np.issubdtype(leaf.dtype, np.inexact) or leaf.dtype == jnp.bfloat16
-            for _, leaf in leaves
-        ]
-    else:
-        flags, given = jax.tree.flatten(select)
-        if given != structure:
-            raise ValueError(f"select: expected a tree of booleans like {structure}, got {given}")
-        chosen = [bool(flag) for flag in flags]
-    if leaves and not any(chosen):
-        paths = ", ".join(path_name(path) for path, _ in leaves[:12])
-        raise ValueError(f"select: {select!r} matches none of {len(leaves)} leaves: {paths}")
-    return jax.tree.unflatten(structure, chosen)
+def _count(found: Sequence[Found]) -> int:
+    """How many leaves there are."""
+    return len({item.path for item in found})

@@ -69,8 +69,7 @@ def delta_metrics(layout: Layout, params: PyTree, delta: PyTree) -> Metrics:
     `delta` is the difference over one lag, structured like `params`. Entropies are divided by
     ln(rank bound), so that they compare across head sizes.
     """
-    now = layout.collect(params, ("q", "k"))
-    moved = layout.collect(delta, ("q", "k", "router"))
+    now, moved = layout.difference(params, delta, ("q", "k", "router"))
     for role in ("q", "k"):
         if role not in moved:
             raise ValueError(

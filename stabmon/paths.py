@@ -1,0 +1,65 @@
+"""Leaves of a parameter tree by path, and which of them an argument `select=` means.
+
+What the leaves are is `layout.py`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+Select = str | Callable[[str, Any], bool] | PyTree[bool] | None
+
+
+def leaves_with_paths(tree: PyTree) -> list[tuple[str, Any]]:
+    """Leaves with their `/`-separated paths, named by `path_name`."""
+    flat, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return [(path_name(path), leaf) for path, leaf in flat]
+
+
+def path_name(path: Sequence[Any]) -> str:
+    """A key path as `layers/attn/q/kernel`.
+
+    The `value` under a Flax variable and the nameless child of a named array are no steps.
+    """
+    match path[-1:]:
+        case [jax.tree_util.FlattenedIndexKey()] | [jax.tree_util.GetAttrKey(name="value")]:
+            path = path[:-1]
+    return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def selection(params: PyTree, select: Select) -> PyTree[bool]:
+    """A tree of booleans: which leaves of `params` an argument `select=` means.
+
+    Args:
+        params: Parameter tree.
+        select: None for every floating-point leaf; a regular expression searched in the path; a
+            predicate (path, leaf) -> bool, such as `layout.selects("attention")`; or a tree of
+            booleans like `params`.
+
+    Raises:
+        ValueError: Nothing is selected, or a boolean tree has another structure.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    if callable(select):
+        chosen = [bool(select(path_name(path), leaf)) for path, leaf in leaves]
+    elif isinstance(select, str):
+        chosen = [re.search(select, path_name(path)) is not None for path, _ in leaves]
+    elif select is None:
+        chosen = [
+            np.issubdtype(leaf.dtype, np.inexact) or leaf.dtype == jnp.bfloat16
+            for _, leaf in leaves
+        ]
+    else:
+        flags, given = jax.tree.flatten(select)
+        if given != structure:
+            raise ValueError(f"select: expected a tree of booleans like {structure}, got {given}")
+        chosen = [bool(flag) for flag in flags]
+    if leaves and not any(chosen):
+        paths = ", ".join(path_name(path) for path, _ in leaves[:12])
+        raise ValueError(f"select: {select!r} matches none of {len(leaves)} leaves: {paths}")
+    return jax.tree.unflatten(structure, chosen)
