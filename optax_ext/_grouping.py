@@ -38,26 +38,54 @@ class Group:
 
     Attributes:
         views: The leaves that hold them.
-        rows: Where each matrix stands in the per-matrix state, in the order of `views`.
+        starts: Where the matrices of each view start in the per-matrix state.
     """
 
     views: tuple[MatrixView, ...]
-    rows: tuple[int, ...]
+    starts: tuple[int, ...]
 
     @property
     def count(self) -> int:
         """Number of matrices."""
-        return len(self.rows)
+        return sum(view.count for view in self.views)
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether the stack runs over views first, then over places.
+
+        So it does where all leaves hold equally many: then a stack of leaves that are sharded over
+        layers is sharded over layers too, and needs no communication.
+        """
+        return len({view.count for view in self.views}) == 1
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """(view, place) of each matrix of the stack."""
+        pairs = [(k, i) for k, view in enumerate(self.views) for i in range(view.count)]
+        return sorted(pairs, key=lambda pair: pair[::-1]) if self.interleaved else pairs
+
+    @property
+    def rows(self) -> Int[np.ndarray, " count"]:
+        """Where each matrix of the stack stands in the per-matrix state."""
+        return np.asarray([self.starts[k] + i for k, i in self.order])
 
     def split(self, leaves: Leaves) -> Float[Array, "count m n"]:
         """All matrices of the group as one stack."""
-        return jnp.concatenate([view.split(leaves[view.index]) for view in self.views])
+        parts = [view.split(leaves[view.index]) for view in self.views]
+        if not self.interleaved:
+            return jnp.concatenate(parts)
+        return jnp.stack(parts, axis=1).reshape(self.count, *parts[0].shape[1:])
 
     def join(self, leaves: Leaves, stack: Float[Array, "count m n"]) -> Leaves:
         """The leaves with all matrices of the group replaced."""
-        ends = np.cumsum([view.count for view in self.views])[:-1].tolist()
+        if self.interleaved:
+            by_view = stack.reshape(-1, len(self.views), *stack.shape[1:])
+            parts = [by_view[:, k] for k in range(len(self.views))]
+        else:
+            ends = np.cumsum([view.count for view in self.views])[:-1].tolist()
+            parts = jnp.split(stack, ends)
         leaves = dict(leaves)
-        for view, part in zip(self.views, jnp.split(stack, ends), strict=True):
+        for view, part in zip(self.views, parts, strict=True):
             leaves[view.index] = view.join(part).astype(leaves[view.index].dtype)
         return leaves
 
@@ -98,21 +126,19 @@ class Group:
     @property
     def _places(self) -> tuple[Int[Array, " count"], Int[Array, " count"]]:
         """Which view holds each matrix, and at which place."""
-        holder = np.repeat(np.arange(len(self.views)), [view.count for view in self.views])
-        place = np.concatenate([np.arange(view.count) for view in self.views])
+        holder, place = zip(*self.order, strict=True)
         return jnp.asarray(holder, jnp.int32), jnp.asarray(place, jnp.int32)
 
 
 def group(views: Sequence[MatrixView], keys: Sequence[tuple]) -> tuple[Group, ...]:
     """Groups of views with equal keys, in order of first appearance."""
+    firsts = np.cumsum([0, *(view.count for view in views)]).tolist()
     found: dict[tuple, tuple[list[MatrixView], list[int]]] = {}
-    first = 0
-    for view, key in zip(views, keys, strict=True):
-        members, rows = found.setdefault(key, ([], []))
+    for view, key, first in zip(views, keys, firsts, strict=False):
+        members, starts = found.setdefault(key, ([], []))
         members.append(view)
-        rows.extend(range(first, first + view.count))
-        first += view.count
-    return tuple(Group(tuple(members), tuple(rows)) for members, rows in found.values())
+        starts.append(first)
+    return tuple(Group(tuple(members), tuple(starts)) for members, starts in found.values())
 
 
 def pieces(counts: Sequence[int], period: int) -> list[Piece]:

@@ -32,7 +32,7 @@ def matrix_sign(
     Accuracy for σ₁/σ_min ≤ `condition`: ‖QᵀQ − I‖_max ≤ 1e-4 on the smaller side, and as close to
     the float64 result as a float32 SVD comes. Which singular values count as zero:
 
-    - "svd": σ ≤ 2⁻²³·max(m, n)·σ₁ gives 0.
+    - "svd": σ ≤ 2⁻²⁰·σ₁ gives 0.
     - "newton_schulz", "polar": σ below σ₁/`condition` is lifted as far as σ₁/`condition` is, so
       it comes out between 0 and 1, in proportion to σ as σ → 0; and 0 gives 0 to rounding,
       2⁻²³·`condition`.

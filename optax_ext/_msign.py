@@ -1,22 +1,24 @@
 """`msign`: restores the spectrum of weight matrices on a schedule, on demand, or spread over steps.
 
-Here: the transform, its state and when which matrix is due. Not here: the restoration of a stack
-(`_restore.py`), stacks from leaves (`_grouping.py`), which leaves (`_selection.py`).
+Here: the transform and its state. Not here: when which matrices are due (`_cadence.py`), the
+restoration of a stack (`_restore.py`), which leaves (`_selection.py`).
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from optax_ext._grouping import Group, Leaves, group, pieces, slots
+from optax_ext._cadence import staggered, together
+from optax_ext._grouping import group
 from optax_ext._matrix_sign import check_method
-from optax_ext._restore import Record, Rule, Scalar, restore
-from optax_ext._selection import Patterns, find_matrices
+from optax_ext._patterns import Patterns
+from optax_ext._restore import Record, Rule, Scalar
+from optax_ext._selection import find_matrices
 from stabmon.layout import Layout, Select
 
 
@@ -54,6 +56,7 @@ def msign(
     blend: Scalar = 1.0,
     max_gain: float | int | None = None,
     skip_idle: bool = False,
+    sharding: jax.sharding.NamedSharding | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Replaces weight matrices by their rescaled sign: W ← (‖W‖_F/‖sign W‖_F) sign W.
 
@@ -92,6 +95,10 @@ def msign(
         max_gain: Largest amplification of a singular value, relative to the root mean square of
             all; None: none. See `matrix_sign`.
         skip_idle: Do not count a step at which the updates of all selected matrices are zero.
+        sharding: Of the stacks (matrices, m, n) in which equal shapes are gathered, for parameters
+            that are sharded along rows or columns: NamedSharding(mesh, P("data")) moves whole
+            matrices to devices once, instead of communicating in each product. Leaves sharded
+            over layers need none.
 
     Returns:
         A transform whose state is `MsignState`.
@@ -111,7 +118,7 @@ def msign(
         MSign, arXiv 2602.01734: period 100, attention projections or all matrices.
     """
     _check(period, method, trigger, blend, max_gain)
-    rule = Rule(method, trigger, blend, max_gain)
+    rule = Rule(method, trigger, blend, max_gain, sharding)
 
     def init_fn(params):
         count = sum(view.count for view in find_matrices(params, select, layout, per_head))
@@ -135,8 +142,9 @@ def msign(
         if skip_idle:
             counted = jnp.any(jnp.stack([jnp.any(u != 0) for u in held.values()]))
         step = jnp.where(counted, optax.safe_increment(state.msign_step), state.msign_step)
-        treat = _staggered if stagger else _together
-        held, record = treat(groups, rule, period, step, counted, held, base, Record(*state[1:]))
+        treat = functools.partial(staggered if stagger else together, groups, rule, period)
+        record = Record(*state[1:])
+        held, record = _in_auto_mode(treat, (held, record))(step, counted, held, base, record)
         for i, leaf in held.items():
             leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves), MsignState(step, *record)
@@ -160,95 +168,15 @@ def msign_names(
     return tuple(name for view in views for name in view.names)
 
 
-def _together(
-    groups: Sequence[Group],
-    rule: Rule,
-    period: int,
-    step: Int[Array, ""],
-    counted: Bool[Array, ""],
-    updates: Leaves,
-    params: Leaves,
-    record: Record,
-) -> tuple[Leaves, Record]:
-    """All matrices at each multiple of the period."""
+def _in_auto_mode(f: Callable, like: PyTree) -> Callable:
+    """The function with the compiler choosing shardings, also on a mesh with explicit axes.
 
-    def treat(updates, params, record):
-        for each in groups:
-            rows = np.asarray(each.rows)
-            u, p = each.split(updates), each.split(params)
-            new, part = _restored(u, p, _rows(record, rows), step, rule)
-            updates = each.join(updates, new)
-            record = _set_rows(record, rows, part)
-        return updates, record
-
-    keep = lambda updates, params, record: (updates, record)
-    return jax.lax.cond(counted & (step % period == 0), treat, keep, updates, params, record)
-
-
-def _staggered(
-    groups: Sequence[Group],
-    rule: Rule,
-    period: int,
-    step: Int[Array, ""],
-    counted: Bool[Array, ""],
-    updates: Leaves,
-    params: Leaves,
-    record: Record,
-) -> tuple[Leaves, Record]:
-    """One piece of one group at a time, as `slots` spreads them over the period."""
-    cut = pieces([each.count for each in groups], period)
-    table = slots(len(cut), period)
-    columns = [jnp.asarray(column, jnp.int32) for column in zip(*cut, strict=True)]
-    group_of, start_of, _, stale_of = columns
-
-    def treat(each: Group, size: int):
-        rows = jnp.asarray(each.rows, jnp.int32)
-
-        def branch(start, stale, updates, params, record):
-            positions = start + jnp.arange(size, dtype=jnp.int32)
-            u, p = each.take(updates, positions), each.take(params, positions)
-            old = _rows(record, rows[positions])
-            fresh = jnp.arange(size) >= stale
-            new, part = _restored(u, p, old, step, rule, fresh)
-            part = jax.tree.map(lambda a, b: jnp.where(fresh, a, b), part, old)
-            return each.put(updates, positions, new), _set_rows(record, rows[positions], part)
-
-        return branch
-
-    sizes = {piece.group: piece.size for piece in cut}
-    branches = [lambda start, stale, updates, params, record: (updates, record)]
-    branches += [treat(each, sizes[i]) for i, each in enumerate(groups)]
-    for slot in jnp.asarray(table):
-        due = slot[step % period]
-        which = jnp.where(counted & (due >= 0), group_of[due] + 1, 0)
-        updates, record = jax.lax.switch(
-            which, branches, start_of[due], stale_of[due], updates, params, record
-        )
-    return updates, record
-
-
-def _restored(
-    u: Float[Array, "count m n"],
-    p: Float[Array, "count m n"],
-    record: Record,
-    step: Int[Array, ""],
-    rule: Rule,
-    wanted: Bool[Array, " count"] | bool = True,
-) -> tuple[Float[Array, "count m n"], Record]:
-    """Updates that lead to the restored matrices, unchanged where there is none."""
-    w = p.astype(jnp.float32) + u.astype(jnp.float32)
-    target, chosen, record = restore(w, record, step, rule)
-    exact = jnp.promote_types(p.dtype, jnp.float32)
-    new = (target.astype(exact) - p.astype(exact)).astype(u.dtype)
-    return jnp.where((chosen & wanted)[:, None, None], new, u), record
-
-
-def _rows(record: Record, rows: Int[Array | np.ndarray, " count"]) -> Record:
-    return jax.tree.map(lambda x: x[rows], record)
-
-
-def _set_rows(record: Record, rows: Int[Array | np.ndarray, " count"], part: Record) -> Record:
-    return jax.tree.map(lambda x, new: x.at[rows].set(new), record, part)
+    There, decompositions and reshapes of sharded axes are refused. Results are sharded as `like`.
+    """
+    if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return f
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(f, out_sharding=shardings)
 
 
 def _check(period: object, method: object, trigger: object, blend: object, gain: object) -> None:

@@ -40,6 +40,7 @@ class Rule:
     trigger: Scalar | None
     blend: Scalar
     max_gain: float | int | None
+    sharding: jax.sharding.NamedSharding | None = None
 
 
 def restore(

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from optax_ext import _polar
 from optax_ext._approximants import TOLERANCE, composite, minimax_odd, polynomial_schedule
 from optax_ext._matrix_sign import matrix_sign, orthogonality_error
 
@@ -85,6 +86,22 @@ def test_newton_schulz_runs_every_step_with_products_only():
     large = [line for line in text.splitlines() if "dot_general" in line and "256x64" in line]
     assert len(large) == 6
     assert "custom_call" not in text
+
+
+@pytest.mark.parametrize("shape", [(32, 32), (64, 32)])
+def test_large_symmetric_products_are_cut_into_blocks(monkeypatch, shape):
+    w = np.stack([with_spectrum(*shape, s, i) for i, s in enumerate(spectra(32))])
+    w = np.concatenate([w, w]).astype(np.float32)
+    whole, operations = sign_of("newton_schulz")(w), flops(sign_of("newton_schulz"), w)
+    monkeypatch.setattr(_polar, "SYMMETRIC_BLOCK", 8)
+    cut = jax.jit(functools.partial(matrix_sign, method="newton_schulz"))
+    assert float(jnp.max(orthogonality_error(cut(w)))) <= 1e-4
+    np.testing.assert_allclose(cut(w), whole, atol=1e-3)
+    assert flops(cut, w) < 0.8 * operations
+
+
+def flops(f, w):
+    return f.lower(w).cost_analysis()["flops"]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])

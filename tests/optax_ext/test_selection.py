@@ -7,7 +7,7 @@ import pytest
 
 from optax_ext._grouping import pieces, slots
 from optax_ext._selection import find_matrices
-from stabmon.layout import Layout, Rule
+from stabmon.layout import PRESETS, Layout, Rule, find_layout
 
 L, D, N, H, F, E = 2, 6, 3, 4, 10, 5
 
@@ -110,6 +110,70 @@ def test_a_fused_projection_is_split_before_and_joined_after():
     np.testing.assert_array_equal(view.split(leaf)[1].T, leaf[:, N * H : 2 * N * H])
 
 
+def test_roles_need_a_layout_and_take_fused_leaves_whole():
+    tree = shapes({"h": {"0": {"attn": {"c_attn": {"weight": (D, 3 * N * H)}}}}})
+    layout = find_layout(tree, heads=N)
+    with pytest.raises(ValueError, match=r"holds k, q, v in one leaf, but only k, q is selected"):
+        find_matrices(tree, ("q", "k"), layout)
+    with pytest.raises(ValueError, match=r"which a mapping of patterns does not know"):
+        find_matrices(tree, "attention", {"*": "d f -> d f"})
+    with pytest.raises(ValueError, match=r"find_layout\(params, heads=…\)"):
+        find_matrices(tree)
+
+
+def arange(*shape):
+    return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape)
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "per_head", "expected"),
+    [
+        # Fused side by side: [Q K V]; interleaved by head: [q₀ k₀ v₀ q₁ …].
+        ("h/0/attn/c_attn/weight", (D, 3 * N * H), False, lambda x: x[:, N * H : 2 * N * H]),
+        ("h/0/attn/c_attn/weight", (D, 3 * N * H), True, lambda x: x[:, N * H :][:, :H]),
+        (
+            "layers/0/attention/query_key_value/weight",
+            (3 * N * H, D),
+            False,
+            lambda x: x.reshape(N, 3, H, D)[:, 1].reshape(N * H, D),
+        ),
+        ("blocks/stacked/attn/c_attn/weight", (1, D, 3, N, H), True, lambda x: x[0, :, 1, 0]),
+    ],
+)
+def test_known_fused_projections(path, shape, per_head, expected):
+    tree = {path: arange(*shape)}
+    views = find_matrices(tree, layout=find_layout(tree, heads=N), per_head=per_head)
+    (view,) = views
+    assert view.count == (3 * N if per_head else 3)
+    got = view.split(tree[path])[N if per_head else 1]
+    want = np.asarray(expected(tree[path]))
+    np.testing.assert_array_equal(got, want if want.shape == got.shape else want.T)
+
+
+def test_latent_attention_takes_whole_projections():
+    attn = "layers/0/self_attn/"
+    layout = next(x for x in PRESETS if x.name == "DeepSeek")
+    tree = shapes(
+        {
+            f"{attn}q_proj/weight": (N * (H + 2), D),
+            f"{attn}kv_a_proj_with_mqa/weight": (5 + 2, D),
+            f"{attn}kv_b_proj/weight": (N * (H + H), 5),
+            f"{attn}kv_a_layernorm/weight": (5,),
+            f"{attn}o_proj/weight": (D, N * H),
+        }
+    )
+    sizes = {v.path.removeprefix(attn): v.matrix for v in find_matrices(tree, layout=layout)}
+    assert sizes == {
+        "q_proj/weight": (D, N * (H + 2)),
+        "kv_a_proj_with_mqa/weight": (D, 7),
+        "kv_b_proj/weight": (5, 2 * N * H),
+        "o_proj/weight": (N * H, D),
+    }
+    layout = Layout("with sizes", layout.rules, (("n", N), ("h", H), ("p", 2), ("v", H)))
+    heads = {v.path: v for v in find_matrices(tree, "q", layout, per_head=True)}
+    assert heads[f"{attn}q_proj/weight"].matrix == (D, H + 2)
+
+
 @pytest.mark.parametrize("per_head", [False, True])
 def test_split_and_join_take_and_put_agree(per_head):
     rng = np.random.default_rng(0)
@@ -147,7 +211,7 @@ def test_an_empty_tree_has_no_matrices():
             r"w of shape \(3, 4, 4\) is selected, .* write layout=\{'w': 'l d f -> l d f'\}",
         ),
         (lambda: find_matrices(SCANNED, ("q", "nope")), r"unknown roles \['nope'\]"),
-        (lambda: find_matrices(shapes({"w": (3, 4)}), "attention"), r"need a stabmon.Layout"),
+        (lambda: find_matrices(shapes({"w": (3, 4)}), "attention"), r"finds query and key"),
         (lambda: find_matrices(SCANNED, "nothing here"), r"matches none of 8 leaves"),
         (lambda: find_matrices(SCANNED, layout={"x": "m n -> m n"}), r"matches none of 8 leaves"),
         (

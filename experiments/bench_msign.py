@@ -1,0 +1,237 @@
+"""What does MSign cost, by which method, and how exact is it?
+
+    python -m experiments.bench_msign            about 5 minutes on two cores
+    python -m experiments.bench_msign --quick    small shapes and few rounds, to see that it runs
+
+Ratios in one run on one machine: the methods of `matrix_sign` against an SVD and against the
+Newton–Schulz iteration of `optax.contrib`; one application against a training step of the demo
+model; the slowest step with and without staggering; floating-point operations at the LLaMA-1B and
+Sigma-40M shapes of arXiv 2602.01734, from XLA's cost analysis.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tyro
+from rich.console import Console
+
+from experiments.step import next_token_loss
+from experiments.timing import Row, as_table, interleaved
+from models.config import GPTConfig
+from models.gpt import apply, init_params
+from optax_ext._matrix_sign import matrix_sign, orthogonality_error
+from optax_ext._msign import msign
+
+DEMO = GPTConfig(context=48)
+# Of arXiv 2602.01734, with a vocabulary of 32,000; 2,048 tokens a sequence.
+LLAMA = GPTConfig(
+    vocabulary=32_000,
+    layers=16,
+    model=2048,
+    heads=16,
+    feedforward=5440,
+    context=2048,
+    positions="rope",
+    activation="swiglu",
+    tied=False,
+)
+SIGMA = replace(LLAMA, layers=28, model=128, heads=4, feedforward=448)
+TOKENS = 65_536
+BOTH = ("attention", "mlp")
+
+
+@dataclass(frozen=True)
+class Config:
+    """What to measure.
+
+    Attributes:
+        quick: Small shapes and few rounds only, to see that it runs.
+    """
+
+    quick: bool = False
+
+
+def main(config: Config) -> list[Row]:
+    """All rows, printed as a table."""
+    rows = [*method_rows(config), *step_rows(config), *flop_rows(config)]
+    Console().print(as_table("MSign", rows))
+    return rows
+
+
+def method_rows(config: Config) -> Iterator[Row]:
+    """Speed against the SVD and ‖QᵀQ − I‖_max of each method, on Gaussian stacks."""
+    shapes = [(16, 48, 48), (16, 64, 64), (8, 64, 256), (4, 128, 128), (4, 128, 512)]
+    if not config.quick:
+        shapes += [(2, 256, 256), (2, 256, 1024), (1, 1024, 1024), (1, 1024, 4096), (1, 2048, 2048)]
+    ways = {name: partial(matrix_sign, method=name) for name in ("newton_schulz", "polar", "svd")}
+    for shape in shapes:
+        w = jax.random.normal(jax.random.key(0), shape)
+        candidates = {**ways, "optax": _optax_newton_schulz}
+        compiled = {name: partial(jax.jit(f), w) for name, f in candidates.items()}
+        rounds = 3 if config.quick or max(shape) > 1000 else 11
+        seconds = interleaved(compiled, rounds)
+        error = {name: float(jnp.max(orthogonality_error(run()))) for name, run in compiled.items()}
+        text = ", ".join(
+            f"{name} {seconds['svd'] / seconds[name]:.1f}× ({error[name]:.0e})"
+            for name in candidates
+            if name != "svd"
+        )
+        worst = max(error[name] for name in ways)
+        yield Row(
+            f"matrix_sign of {'×'.join(map(str, shape))}, SVD {1e3 * seconds['svd']:.1f} ms",
+            "‖QᵀQ − I‖_max ≤ 1e-4",
+            text,
+            worst <= 1e-4,
+        )
+
+
+def _optax_newton_schulz(w: jax.Array) -> Any:
+    """Five quintic steps as Muon takes them."""
+    axes = optax.contrib.MuonDimensionNumbers(reduction_axis=1, output_axis=2)
+    muon = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=axes)
+    return muon.update(w, muon.init(w))[0]
+
+
+def step_rows(config: Config) -> Iterator[Row]:
+    """Trainings of the demo model in lockstep, with and without MSign in the chain."""
+    rounds = 20 if config.quick else 200
+    never, every = 10**6, 1
+    chains = {
+        "base": [],
+        "idle": [msign(never, BOTH)],
+        "attention": [msign(every, "attention")],
+        "both": [msign(every, BOTH)],
+        "triggered": [msign(every, BOTH, trigger=0.5)],
+    }
+    trainers = {name: _trainer(DEMO, 16, chain) for name, chain in chains.items()}
+    seconds = interleaved(trainers, rounds)
+    base = seconds["base"]
+    cost = {name: seconds[name] / base - 1 for name in chains}
+    for name, what, target in (
+        ("attention", "attention", 0.5),
+        ("both", "attention and MLP", 1.0),
+    ):
+        yield Row(
+            f"one application, {what}, demo model (base step {1e3 * base:.1f} ms)",
+            f"≤ {target} base steps",
+            f"{cost[name]:.2f} base steps",
+            cost[name] <= target,
+        )
+    yield Row("one check with trigger=, nothing to do", "", f"{cost['triggered']:.2f} base steps")
+    yield Row("a step between applications", "", f"{100 * cost['idle']:+.1f} %")
+    amortised = max(cost["idle"], 0) + cost["both"] / 100
+    yield Row(
+        "MSign amortised at P=100, attention and MLP",
+        "≤ 1 %",
+        f"{100 * amortised:.2f} %",
+        amortised <= 1e-2,
+    )
+    yield from _jitter_rows(config)
+
+
+def _jitter_rows(config: Config) -> Iterator[Row]:
+    """Due steps against the others at P=100; a step is due where the state changed."""
+    count = 24
+    for stagger in (False, True):
+        period = 20 if config.quick else 100
+        train_one = _trainer(DEMO, 16, [msign(period, BOTH, stagger=stagger)])
+        jax.block_until_ready(train_one())
+        due, others = [], []
+        for step in range(2, (2 if config.quick else 6) * period + 1):
+            start = time.perf_counter()
+            state = jax.block_until_ready(train_one())
+            seconds = time.perf_counter() - start
+            restored = bool(np.any(np.asarray(state[-1].msign_last) == step))
+            (due if restored else others).append(seconds)
+        ratio = float(np.median(due) / np.median(others)) if others else float("nan")
+        yield Row(
+            f"slowest step, stagger={stagger}, P={period}, {count} matrices",
+            "≤ 1.15 × median" if stagger else "",
+            f"{ratio:.2f} × median ({len(due)} due steps, {len(others)} others)",
+            ratio <= 1.15 if stagger else None,
+        )
+
+
+def _trainer(model: GPTConfig, batch: int, chain: list[Any]) -> Callable[[], Any]:
+    """A function that takes one more training step and returns the optimizer state."""
+    tx = optax.chain(optax.adamw(1e-3), *chain)
+    rng = np.random.default_rng(0)
+    tokens = jnp.asarray(rng.integers(0, 256, (batch, model.context + 1), dtype=np.int32))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def step(params, state):
+        loss = lambda params: next_token_loss(apply(model, params, tokens[:, :-1]), tokens[:, 1:])
+        updates, state = tx.update(jax.grad(loss)(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params = init_params(model, 0)
+    held = [params, tx.init(params)]
+
+    def train_one():
+        held[:] = step(*held)
+        return held[1]
+
+    return train_one
+
+
+def flop_rows(config: Config) -> Iterator[Row]:
+    """One application against one step of 65,536 tokens, by XLA's cost analysis."""
+    for name, model in (("Sigma-40M", SIGMA), ("LLaMA-1B", LLAMA)):
+        step = _step_flops(model)
+        for select, what in (("attention", "attention"), (BOTH, "attention and MLP")):
+            share = {m: _msign_flops(model, select, m) / step for m in ("newton_schulz", "polar")}
+            target = 0.15 if name == "LLaMA-1B" else None
+            yield Row(
+                f"one application by FLOPs, {what}, {name} shape, {TOKENS:,} tokens a step",
+                "" if target is None else f"≤ {target} steps",
+                ", ".join(f"{method} {value:.3f}" for method, value in share.items()),
+                None if target is None else share["newton_schulz"] <= target,
+            )
+
+
+def _step_flops(model: GPTConfig) -> float:
+    """Forward and backward of `TOKENS` tokens; linear in layers, so from one and two of them."""
+
+    def of(layers: int) -> float:
+        shape = replace(model, layers=layers, unroll=layers)
+        params = jax.eval_shape(lambda: init_params(shape, 0))
+        tokens = jax.ShapeDtypeStruct((1, model.context), jnp.int32)
+        loss = lambda params, tokens: next_token_loss(apply(shape, params, tokens), tokens)
+        return _flops(jax.jit(jax.grad(loss)).lower(params, tokens))
+
+    one, two = of(1), of(2)
+    return (one + (model.layers - 1) * (two - one)) * TOKENS / model.context
+
+
+def _flops(lowered: jax.stages.Lowered) -> float:
+    """XLA's count before compilation."""
+    analysis = lowered.cost_analysis()
+    assert analysis is not None, "this backend counts no operations"
+    return analysis["flops"]
+
+
+def _msign_flops(model: GPTConfig, select: Any, method: str) -> float:
+    """One application, from one layer; Cholesky factors and solves, which XLA leaves out, added."""
+    shape = replace(model, layers=1)
+    params = jax.eval_shape(lambda: init_params(shape, 0))
+    tx = msign(1, select, method)
+    state = jax.eval_shape(tx.init, params)
+    lowered = jax.jit(tx.update).lower(params, state, params)
+    flops = _flops(lowered)
+    if method == "polar":
+        d, f = model.model, model.feedforward_F
+        matrices = [(d, d)] * 4 + ([(f, d)] * 3 if select == BOTH else [])
+        steps = lowered.as_text().count("cholesky") / (2 if select == BOTH else 1)
+        flops += sum(steps * (n**3 / 3 + 2 * m * n**2) for m, n in matrices)
+    return flops * model.layers
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Config, description=__doc__))
