@@ -1,21 +1,17 @@
 """Causal self-attention: two backends behind one function, and the module that projects into it.
 
-Here: `attention`, its reference flash path with a hand-written backward pass, the statistics that
-monitors ask for, and `Attention`. Not here: what a fault does to the backward pass (the caller
-hands that in as a function), nor norms and residual sums (`gpt.py`).
+Here: `attention`, the statistics that monitors ask for, and `Attention`. Not here: the reference
+flash path with its hand-written backward pass (`flash.py`), attention through latents (`mla.py`),
+nor norms and residual sums (`gpt.py`).
 """
-
-from collections.abc import Callable
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from models.config import GPTConfig
+from models.flash import Backward, causal_logits, flash_attention
 from models.layers import Norm, Projection, rope
-
-Backward = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def attention(
@@ -26,10 +22,13 @@ def attention(
     backend: str,
     backward: Backward | None = None,
     gate: jax.Array | None = None,
+    pv_dtype: str = "float32",
+    beta: float | None = None,
 ) -> jax.Array:
     """Causal softmax attention, softmax(q kᵀ H^-1/2) v, with float32 logits.
 
-    Query head n reads key-value head n // (N / K).
+    Query head n reads key-value head n // (N / K). H is the head dimension of queries and keys;
+    that of the values may be smaller.
 
     Args:
       q_BTNH: queries.
@@ -38,17 +37,20 @@ def attention(
       backend: "plain", `jax.nn.dot_product_attention`, or "flash", `flash_attention`.
       backward: for "flash" only; see `flash_attention`.
       gate: float32 scalar handed to `backward`; None is 1.
+      pv_dtype: for "flash" only; see `flash_attention`.
+      beta: likewise.
 
     Returns:
       The heads' outputs, BTNH, in the dtype of the values.
 
     Raises:
-      ValueError: an unknown backend, shapes that do not fit, or `backward` with "plain".
+      ValueError: an unknown backend, shapes that do not fit, or `backward`, `pv_dtype` or `beta`
+        with "plain".
     """
     _check_shapes(q_BTNH.shape, k_BSKH.shape, v_BSKH.shape)
     if backend == "flash":
         gate = jnp.float32(1) if gate is None else jnp.asarray(gate, jnp.float32)
-        return flash_attention(q_BTNH, k_BSKH, v_BSKH, gate, backward)
+        return flash_attention(q_BTNH, k_BSKH, v_BSKH, gate, backward, pv_dtype, beta)
     if backend != "plain":
         raise ValueError(f"backend={backend!r} is not offered; write one of 'plain', 'flash'.")
     if backward is not None:
@@ -56,84 +58,17 @@ def attention(
             "backend='plain' cannot change its backward pass, but backward is given; "
             "write backend='flash', or backward=None."
         )
-    return jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def flash_attention(
-    q_BTNH: jax.Array,
-    k_BSKH: jax.Array,
-    v_BSKH: jax.Array,
-    gate: jax.Array,
-    backward: Backward | None,
-) -> jax.Array:
-    """Attention with the backward pass of a flash kernel, as a reference (it forms T × S).
-
-    The forward pass keeps q, k, v, O and the row log-sum-exp; the backward pass is
-
-        P = exp(S − lse)      dV = Pᵀ dO      dP = dO Vᵀ      δ = rowsum(dO ∘ O)
-        dS = P ∘ (dP − δ)     dQ = dS K H^-1/2     dK = dSᵀ Q H^-1/2
-
-    all in float32. `backward` replaces O and dO in δ alone, so it can reach dQ and dK through δ
-    and nothing else: the forward pass, dV and dP stay what they are.
-
-    Reverse mode only, as every custom VJP: for a JVP use the plain path.
-
-    Args:
-      q_BTNH: queries.
-      k_BSKH: keys.
-      v_BSKH: values.
-      gate: float32 scalar, handed on to `backward`; its own cotangent is zero.
-      backward: None, or a hashable function (O, dO, gate) -> (O, dO) of BTNH arrays.
-
-    Returns:
-      The heads' outputs, BTNH, in the dtype of the values.
-
-    References:
-      arXiv 2307.08691, Algorithm 2; arXiv 2510.04212 for what a low-precision δ does.
-    """
-    return _flash_forward(q_BTNH, k_BSKH, v_BSKH, gate, backward)[0]
-
-
-def _flash_forward(q_BTNH, k_BSKH, v_BSKH, gate, backward):
-    """The output, and what the backward pass needs; see `flash_attention`."""
-    del backward
-    logits_BKGTS = _causal_logits(q_BTNH, k_BSKH)
-    lse_BKGT = jax.nn.logsumexp(logits_BKGTS, axis=-1)
-    p_BKGTS = jnp.exp(logits_BKGTS - lse_BKGT[..., None])
-    o_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH.astype(jnp.float32))
-    o_BTNH = o_BTKGH.reshape(q_BTNH.shape).astype(v_BSKH.dtype)
-    return o_BTNH, (q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BKGT, gate)
-
-
-def _flash_backward(backward, residuals, do_BTNH):
-    """The cotangents of q, k, v and gate; see `flash_attention`."""
-    q_BTNH, k_BSKH, v_BSKH, o_BTNH, lse_BKGT, gate = residuals
-    kv_heads = k_BSKH.shape[2]
-    scale = q_BTNH.shape[-1] ** -0.5
-    q_BTKGH = _group(q_BTNH, kv_heads).astype(jnp.float32)
-    do_BTKGH = _group(do_BTNH, kv_heads).astype(jnp.float32)
-    k, v = k_BSKH.astype(jnp.float32), v_BSKH.astype(jnp.float32)
-
-    o, do = (o_BTNH, do_BTNH) if backward is None else backward(o_BTNH, do_BTNH, gate)
-    delta_BTN = jnp.sum(o.astype(jnp.float32) * do.astype(jnp.float32), axis=-1)
-    delta_BKGT = _group(delta_BTN, kv_heads).transpose(0, 2, 3, 1)
-
-    p_BKGTS = jnp.exp(_causal_logits(q_BTNH, k_BSKH) - lse_BKGT[..., None])
-    dv_BSKH = jnp.einsum("BKGTS,BTKGH->BSKH", p_BKGTS, do_BTKGH)
-    dp_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", do_BTKGH, v)
-    ds_BKGTS = p_BKGTS * (dp_BKGTS - delta_BKGT[..., None])
-    dq_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", ds_BKGTS, k) * scale
-    dk_BSKH = jnp.einsum("BKGTS,BTKGH->BSKH", ds_BKGTS, q_BTKGH) * scale
-    return (
-        dq_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype),
-        dk_BSKH.astype(k_BSKH.dtype),
-        dv_BSKH.astype(v_BSKH.dtype),
-        jnp.zeros_like(gate),
-    )
-
-
-flash_attention.defvjp(_flash_forward, _flash_backward)
+    if pv_dtype != "float32" or beta is not None:
+        raise ValueError(
+            f"backend='plain' has no choice of pv_dtype={pv_dtype!r}, beta={beta!r}; "
+            "write backend='flash', or leave them out."
+        )
+    # `dot_product_attention` takes values of one width with the keys only.
+    width, value_width = k_BSKH.shape[3], v_BSKH.shape[3]
+    if value_width < width:
+        v_BSKH = jnp.pad(v_BSKH, ((0, 0), (0, 0), (0, 0), (0, width - value_width)))
+    o_BTNH = jax.nn.dot_product_attention(q_BTNH, k_BSKH, v_BSKH, is_causal=True)
+    return o_BTNH[..., :value_width]
 
 
 def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -149,7 +84,7 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> tuple[jax.Arra
     Returns:
       entropy_N and max_logit_N, float32; the logits are those after scaling and masking.
     """
-    logits_BKGTS = _causal_logits(q_BTNH, k_BSKH)
+    logits_BKGTS = causal_logits(q_BTNH, k_BSKH)
     lse_BKGT = jax.nn.logsumexp(logits_BKGTS, axis=-1)
     p_BKGTS = jnp.exp(logits_BKGTS - lse_BKGT[..., None])
     # 0 · (−inf) behind the mask would be NaN; a NaN logit in sight stays one.
@@ -196,34 +131,23 @@ class Attention(nnx.Module):
             entropy_N, max_logit_N = attention_statistics(q_BTNH, k_BSKH)
             captured |= {"attention_entropy": entropy_N, "max_attention_logit": max_logit_N}
         o_BTNH = attention(
-            q_BTNH, k_BSKH, v_BSKH, backend=self.config.backend, backward=backward, gate=gate
+            q_BTNH,
+            k_BSKH,
+            v_BSKH,
+            backend=self.config.backend,
+            backward=backward,
+            gate=gate,
+            pv_dtype=self.config.pv_dtype,
+            beta=self.config.softmax_beta,
         )
         return self.o(o_BTNH), captured
 
 
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:
     """Raises where queries (B, T, N, H) and keys, values (B, T, K, H) do not fit together."""
-    if len(q) != 4 or len(k) != 4 or k != v or q[:2] != k[:2] or q[3] != k[3] or q[2] % k[2]:
+    ranks = {len(q), len(k), len(v)} == {4}
+    if not ranks or k[:3] != v[:3] or k[3] < v[3] or q[:2] != k[:2] or q[3] != k[3] or q[2] % k[2]:
         raise ValueError(
             f"queries {q}, keys {k} and values {v} do not fit; write queries (B, T, N, H) with "
-            "keys and values (B, T, K, H), K a divisor of N."
+            "keys and values (B, T, K, H), K a divisor of N, the values' H no larger."
         )
-
-
-def _group(x_BTN: jax.Array, kv_heads: int) -> jax.Array:
-    """Splits the heads N into (K, G): BTN… → BTKG…."""
-    b, t, n, *rest = x_BTN.shape
-    return x_BTN.reshape(b, t, kv_heads, n // kv_heads, *rest)
-
-
-def _causal_logits(q_BTNH: jax.Array, k_BSKH: jax.Array) -> jax.Array:
-    """Scaled q kᵀ in float32, BKGTS; −inf where a key lies after the query."""
-    t, kv_heads, h = q_BTNH.shape[1], k_BSKH.shape[2], q_BTNH.shape[3]
-    logits_BKGTS = jnp.einsum(
-        "BTKGH,BSKH->BKGTS",
-        _group(q_BTNH, kv_heads),
-        k_BSKH,
-        preferred_element_type=jnp.float32,
-    )
-    past = jnp.tril(jnp.ones((t, t), bool))[None, None, None]
-    return jnp.where(past, logits_BKGTS * h**-0.5, -jnp.inf)

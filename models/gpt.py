@@ -1,8 +1,8 @@
 """The decoder-only language model: embeddings, a loop over stacked blocks, output logits.
 
-Here: `Block`, `GPT`, and the functional pair `init_params` and `apply` for training steps that
-hold parameters as a nested dict. Not here: the parts of a block (`layers.py`, `attention.py`),
-the loss and the optimizer.
+Here: `GPT`, and the functional pair `init_params` and `apply` for training steps that hold
+parameters as a nested dict. Not here: a block and its parts (`block.py`), the loss and the
+optimizer.
 
 Parameter tree, every block parameter stacked over the layers L on axis 0:
 
@@ -12,6 +12,21 @@ Parameter tree, every block parameter stacked over the layers L on axis 0:
     layers/attn/q/kernel (L, D, N, H)    layers/attn/{k,v}/kernel (L, D, K, H)
     layers/attn/o/kernel (L, N, H, D)    layers/attn/{q,k}_norm/scale (L, H)   qk_norm=True
     layers/mlp/{up,gate}/kernel (L, D, F)    layers/mlp/down/kernel (L, F, D)  gate: "swiglu"
+
+With experts > 0, in place of layers/mlp:
+
+    layers/moe/router/kernel (L, D, E)   layers/moe/{up,gate}/kernel (L, E, D, F)
+    layers/moe/down/kernel (L, E, F, D)  layers/moe/shared/{up,gate,down}/kernel as layers/mlp,
+                                         of shared_experts · F
+
+With attention="mla", layers/attn holds, R the rank of its latent and P the rotated part:
+
+    q_down/kernel (L, D, R)   q_norm/scale (L, R)    q_up/kernel (L, R, N, H)
+    kv_down/kernel (L, D, R)  kv_norm/scale (L, R)   {k,v}_up/kernel (L, R, N, H)
+    o/kernel (L, N, H, D)     q_rope/kernel (L, R, N, P)  k_rope/kernel (L, D, P)  "rope" only
+
+NoPE logits are those of q_down · diag(q_norm) · q_up against kv_down · diag(kv_norm) · k_up;
+q_rope reads the queries' latent, k_rope the stream.
 """
 
 from functools import lru_cache, partial
@@ -23,42 +38,14 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import Attention, Backward
+from models.block import Block
 from models.config import GPTConfig
-from models.layers import MLP, Embedding, Norm, Projection
-
-
-class Block(nnx.Module):
-    """One pre-norm block: x + attn(norm x), then x + mlp(norm x)."""
-
-    def __init__(self, config: GPTConfig):
-        """Builds `attn_norm`, `attn`, `mlp_norm` and `mlp`."""
-        self.attn_norm = Norm(config.model, config.norm, config)
-        self.attn = Attention(config)
-        self.mlp_norm = Norm(config.model, config.norm, config)
-        self.mlp = MLP(config)
-
-    def __call__(
-        self,
-        x_BTD: jax.Array,
-        *,
-        gate: jax.Array | None = None,
-        backward: Backward | None = None,
-        capture: bool = False,
-    ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """Returns the residual stream after the block, and the captured arrays if asked for."""
-        attended_BTD, captured = self.attn(
-            self.attn_norm(x_BTD), gate=gate, backward=backward, capture=capture
-        )
-        x_BTD = x_BTD + attended_BTD
-        x_BTD = x_BTD + self.mlp(self.mlp_norm(x_BTD))
-        if capture:
-            captured["residual"] = x_BTD
-        return x_BTD, captured
+from models.flash import Backward
+from models.layers import Embedding, Norm, Projection
 
 
 class GPT(nnx.Module):
-    """A dense decoder-only language model; see the module docstring for its parameter tree.
+    """A decoder-only language model; see the module docstring for its parameter tree.
 
     >>> model = GPT(GPTConfig(layers=2, model=8, heads=2))
     >>> model(jnp.zeros((1, 5), jnp.int32)).shape
@@ -91,6 +78,7 @@ class GPT(nnx.Module):
         *,
         gate_L: jax.Array | None = None,
         backward: Backward | None = None,
+        losses: bool = False,
         capture: bool = False,
     ) -> Any:
         """Logits of the next token at each position.
@@ -100,15 +88,24 @@ class GPT(nnx.Module):
             the logits of its whole sequence into NaN.
           gate_L: float32 gate of each layer, handed to `backward`. None: all 1.
           backward: change to the attention's backward pass; see `attention.flash_attention`.
-          capture: whether to return intermediates too. Without it none is computed.
+          losses: whether to return the routers' losses too, for `moe.auxiliary_loss`.
+          capture: whether to return intermediates too. What is not asked for is not computed.
 
         Returns:
-          logits_BTV, float32. With `capture`, (logits_BTV, intermediates): a dict of arrays
-          stacked over layers, outside the gradient:
+          logits_BTV, float32. With `losses` or `capture` a tuple of logits_BTV and, in this order,
+          what they ask for.
+
+          Losses: {"balance": (L,), "z": (L,)}, float32, unweighted; zeros in a dense model.
+
+          Intermediates: a dict of arrays stacked over layers, outside the gradient:
           "attention_entropy" (L, N), mean over batch and query positions, nats;
           "max_attention_logit" (L, N), of the scaled causal logits;
           "residual" (L, B, T, D), the stream after each block;
-          "query" (L, B, T, N, H) and "value" (L, B, T, K, H), outputs of the projections.
+          "query" (L, B, T, N, H) and "value" (L, B, T, K, H), outputs of the projections, with
+          "mla" those of q_up and v_up; with experts also
+          "router_logits" (L, B, T, E), float32;
+          "expert_load" (L, E), fraction of the tokens' choices, before any is dropped;
+          "dropped" (L,), fraction of the choices that found their expert full.
 
         Raises:
           ValueError: tokens that are not a B × T integer array, too long a sequence, or a gate_L
@@ -132,16 +129,22 @@ class GPT(nnx.Module):
 
         graphdef, stacked = nnx.split(self.layers)
 
-        def step(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, dict[str, jax.Array]]:
+        def step(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
             block_state, gate = layer
             block = nnx.merge(graphdef, block_state)
-            return block(x_BTD, gate=gate, backward=backward, capture=capture)
+            x_BTD, lost, captured = block(
+                x_BTD, gate=gate, backward=backward, losses=losses, capture=capture
+            )
+            return x_BTD, (lost, captured)
 
-        x_BTD, captured = jax.lax.scan(step, x_BTD, (stacked, gate_L), unroll=config.unroll)
-        logits_BTV = self._logits(self.norm(x_BTD))
-        if not capture:
-            return logits_BTV
-        return logits_BTV, jax.lax.stop_gradient(captured)
+        x_BTD, (lost, captured) = jax.lax.scan(step, x_BTD, (stacked, gate_L), unroll=config.unroll)
+        returned: list[Any] = [self._logits(self.norm(x_BTD))]
+        if losses:
+            none_L = jnp.zeros(config.layers, jnp.float32)
+            returned.append(lost if config.experts else {"balance": none_L, "z": none_L})
+        if capture:
+            returned.append(jax.lax.stop_gradient(captured))
+        return returned[0] if len(returned) == 1 else tuple(returned)
 
     def _logits(self, x_BTD: jax.Array) -> jax.Array:
         """Float32 logits from the normalised stream."""
@@ -167,8 +170,8 @@ def init_params(config: GPTConfig, seed: int | jax.Array) -> dict[str, Any]:
     Returns:
       The tree in the module docstring.
 
-    >>> init_params(GPTConfig(layers=3, model=8, heads=2), 0)["layers"]["attn"]["q"]["kernel"].shape
-    (3, 8, 2, 4)
+    >>> init_params(GPTConfig(layers=2, model=8, heads=2), 0)["layers"]["attn"]["q"]["kernel"].shape
+    (2, 8, 2, 4)
     """
     model = GPT(config, rngs=nnx.Rngs(jax.random.key(seed)))
     return nnx.to_pure_dict(nnx.state(model, nnx.Param))
@@ -181,7 +184,7 @@ def apply(config: GPTConfig, params: dict[str, Any], tokens_BT: jax.Array, **opt
       config: the model; static under jit.
       params: a tree as from `init_params`.
       tokens_BT: integer token ids.
-      **options: `gate_L`, `backward`, `capture` of `GPT.__call__`.
+      **options: `gate_L`, `backward`, `losses`, `capture` of `GPT.__call__`.
 
     Returns:
       What `GPT.__call__` returns.
@@ -189,8 +192,8 @@ def apply(config: GPTConfig, params: dict[str, Any], tokens_BT: jax.Array, **opt
     Raises:
       ValueError: a parameter that is missing, unknown or of another shape than `config` says.
 
-    >>> config = GPTConfig(layers=1, model=8, heads=2)
-    >>> tokens = jnp.zeros((1, 3), jnp.int32)
+    >>> config = GPTConfig(layers=2, model=8, heads=2)
+    >>> tokens = jnp.zeros((1, 5), jnp.int32)
     >>> params = init_params(config, 0)
     >>> loss = lambda params: jnp.sum(apply(config, params, tokens) ** 2)
     >>> jax.jit(jax.grad(loss))(params)["norm"]["scale"].shape

@@ -20,7 +20,15 @@ class Projection(nnx.Module):
     `gpt.GPT` draws all parameters at once.
     """
 
-    def __init__(self, equation: str, shape: tuple[int, ...], std: float, config: GPTConfig):
+    def __init__(
+        self,
+        equation: str,
+        shape: tuple[int, ...],
+        std: float,
+        config: GPTConfig,
+        *,
+        dtype: str | None = None,
+    ):
         """Makes the kernel.
 
         Args:
@@ -28,14 +36,15 @@ class Projection(nnx.Module):
           shape: shape of the kernel.
           std: standard deviation at initialisation; 0 stays zeros.
           config: gives the dtypes.
+          dtype: in which the map is computed. None: that of the forward pass.
         """
         self.equation = equation
-        self.dtype = config.dtype
+        self.dtype = config.dtype if dtype is None else dtype
         self.kernel = nnx.Param(jnp.zeros(shape, config.param_dtype), std=std)
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Applies the map in the dtype of the forward pass."""
-        return jnp.einsum(self.equation, x, self.kernel[...].astype(self.dtype))
+        """Applies the map."""
+        return jnp.einsum(self.equation, x.astype(self.dtype), self.kernel[...].astype(self.dtype))
 
 
 class Embedding(nnx.Module):
@@ -72,28 +81,34 @@ class Norm(nnx.Module):
 class MLP(nnx.Module):
     """The feed-forward layer: down(gelu(up x)), or down(silu(gate x) ∘ up x) for SwiGLU."""
 
-    def __init__(self, config: GPTConfig):
-        """Builds `up`, `down` and, for SwiGLU only, `gate`."""
-        inward = (config.model, config.feedforward_F)
+    def __init__(self, config: GPTConfig, feedforward: int | None = None):
+        """Builds `up`, `down` and, for SwiGLU only, `gate`; F is the config's where None."""
+        hidden = config.feedforward_F if feedforward is None else feedforward
+        inward = (config.model, hidden)
         self.up = Projection("BTD,DF->BTF", inward, config.block_std, config)
         self.gate = (
             Projection("BTD,DF->BTF", inward, config.block_std, config)
             if config.activation == "swiglu"
             else None
         )
-        outward = (config.feedforward_F, config.model)
+        outward = (hidden, config.model)
         self.down = Projection("BTF,FD->BTD", outward, config.residual_std, config)
 
     def __call__(self, x_BTD: jax.Array) -> jax.Array:
         """Applies the layer to each position by itself."""
         up_BTF = self.up(x_BTD)
-        # Keeps only the activation's input for the backward pass. In the loop over layers every
-        # array kept is copied in and out of a stack, which costs more than computing it again.
-        if self.gate is None:
-            hidden_BTF = jax.checkpoint(jax.nn.gelu, prevent_cse=False)(up_BTF)
-        else:
-            hidden_BTF = jax.checkpoint(_swiglu, prevent_cse=False)(self.gate(x_BTD), up_BTF)
-        return self.down(hidden_BTF)
+        return self.down(activate(None if self.gate is None else self.gate(x_BTD), up_BTF))
+
+
+def activate(gate_BTF: jax.Array | None, up_BTF: jax.Array) -> jax.Array:
+    """The hidden layer: gelu(up) without a gate, silu(gate) ∘ up with one.
+
+    Keeps only the activation's input for the backward pass. In the loop over layers every array
+    kept is copied in and out of a stack, which costs more than computing it again.
+    """
+    if gate_BTF is None:
+        return jax.checkpoint(jax.nn.gelu, prevent_cse=False)(up_BTF)
+    return jax.checkpoint(_swiglu, prevent_cse=False)(gate_BTF, up_BTF)
 
 
 def _swiglu(gate_BTF: jax.Array, up_BTF: jax.Array) -> jax.Array:

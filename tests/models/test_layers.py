@@ -9,6 +9,9 @@ from flax import nnx
 from models.config import GPTConfig
 from models.layers import MLP, Norm, Projection, rope
 from tests.models.oracle import gelu, norm, silu
+from tests.models.quick import quick_jit
+
+turn = quick_jit(rope)
 
 
 def normal(seed, *shape):
@@ -22,12 +25,12 @@ def test_norm(kind, shape):
     scale = normal(1, 8)
     layer.scale[...] = jnp.asarray(scale)
     x = 5 * normal(2, *shape) + 3
-    np.testing.assert_allclose(layer(jnp.asarray(x)), norm(x, scale, kind), rtol=2e-6, atol=2e-6)
+    np.testing.assert_allclose(quick_jit(layer)(x), norm(x, scale, kind), rtol=2e-6, atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
 def test_norm_of_zero_is_zero_and_keeps_bfloat16(kind):
-    y = Norm(8, kind, GPTConfig())(jnp.zeros((2, 8), jnp.bfloat16))
+    y = quick_jit(Norm(8, kind, GPTConfig()))(jnp.zeros((2, 8), jnp.bfloat16))
     assert y.dtype == jnp.bfloat16
     assert not np.any(y)
 
@@ -43,7 +46,7 @@ def test_mlp(activation):
         hidden = gelu(x @ up)
     else:
         hidden = silu(x @ np.asarray(mlp.gate.kernel[...])) * (x @ up)
-    np.testing.assert_allclose(mlp(jnp.asarray(x)), hidden @ down, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(quick_jit(mlp)(x), hidden @ down, rtol=1e-5, atol=1e-5)
 
 
 def is_param(x):
@@ -53,15 +56,16 @@ def is_param(x):
 def test_projection_computes_in_the_dtype_of_the_forward_pass():
     layer = Projection("BTD,DF->BTF", (4, 6), 1.0, GPTConfig(dtype="bfloat16"))
     assert layer.kernel.dtype == jnp.float32
-    assert layer(jnp.ones((1, 2, 4), jnp.bfloat16)).dtype == jnp.bfloat16
+    x = jax.ShapeDtypeStruct((1, 2, 4), jnp.bfloat16)
+    assert jax.eval_shape(layer, x).dtype == jnp.bfloat16
 
 
 def test_rope_inner_products_depend_on_distance_only():
     t, h = 7, 6
     q, k = normal(0, h), normal(1, h)
-    q_t = rope(jnp.broadcast_to(q, (1, t, 1, h)))[0, :, 0]
-    k_s = rope(jnp.broadcast_to(k, (1, t, 1, h)))[0, :, 0]
-    logits = np.asarray(q_t @ k_s.T)
+    q_t = turn(np.broadcast_to(q, (1, t, 1, h)))[0, :, 0]
+    k_s = turn(np.broadcast_to(k, (1, t, 1, h)))[0, :, 0]
+    logits = np.asarray(q_t) @ np.asarray(k_s).T
     for distance in range(-t + 1, t):
         diagonal = np.diagonal(logits, distance)
         np.testing.assert_allclose(diagonal, np.full_like(diagonal, diagonal[0]), atol=2e-6)
@@ -70,7 +74,7 @@ def test_rope_inner_products_depend_on_distance_only():
 
 def test_rope_is_a_rotation_by_position():
     x = normal(2, 2, 5, 3, 4)
-    y = np.asarray(rope(jnp.asarray(x)))
+    y = np.asarray(turn(x))
     np.testing.assert_array_equal(y[:, 0], x[:, 0])
     pairs = np.hypot(x[..., :2], x[..., 2:])
     np.testing.assert_allclose(np.hypot(y[..., :2], y[..., 2:]), pairs, rtol=1e-6)
@@ -81,4 +85,5 @@ def test_rope_is_a_rotation_by_position():
 
 
 def test_rope_keeps_bfloat16():
-    assert rope(jnp.ones((1, 2, 1, 4), jnp.bfloat16)).dtype == jnp.bfloat16
+    x = jax.ShapeDtypeStruct((1, 2, 1, 4), jnp.bfloat16)
+    assert jax.eval_shape(rope, x).dtype == jnp.bfloat16
