@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from jaxtyping import Array, PyTree
 
-from stabmon import presets as known
 from stabmon.axes import Equation, Misfit, unknown
 from stabmon.gather import Found, compose, gather, is_whole, match, needed, resolve
 from stabmon.paths import Select as Select
 from stabmon.paths import leaves_with_paths as leaves_with_paths
 from stabmon.paths import path_name as path_name
 from stabmon.paths import selection as selection
+from stabmon.presets import TABLE
 from stabmon.rules import CANONICAL as CANONICAL
 from stabmon.rules import FACTORS, LATENT, SCALES
 from stabmon.rules import GROUPS as GROUPS
@@ -70,6 +70,9 @@ class Layout:
         Raises:
             ValueError: A leaf's shape does not fit its pattern or the other leaves, layers differ
                 in shape, or a factor is missing.
+
+        References:
+            arXiv 2606.28116, the variants of its monitors; arXiv 2405.04434, latent attention.
         """
         found, sizes = self._match(params)
         if not fold:
@@ -113,20 +116,21 @@ class Layout:
         present = lambda whole: {role: x for role, x in whole.items() if x is not None}
         return present(now), present(moved)
 
-    def selects(self, group: str) -> Callable[[str, Any], bool]:
-        """A predicate (path, leaf) for the leaves of a group of roles, for `select=` arguments.
+    def selects(self, *groups: str) -> Callable[[str, Any], bool]:
+        """A predicate (path, leaf) for the leaves of groups of roles, for `select=` arguments.
 
-        The groups hold matrices only. "qk" is what q and k are made of, norm scales included:
-        what `track_delta` has to keep for the delta monitors.
+        Groups hold matrices only, but for "qk": all that q and k are made of, norm scales
+        included, which is what `track_delta` has to keep for the delta monitors.
 
         Raises:
-            ValueError: `group` is neither a role nor one of attention, mlp, router, all, qk.
+            ValueError: A group is neither a role nor one of attention, mlp, router, all, qk.
         """
-        groups = GROUPS | {"qk": (*FACTORS["q"], *FACTORS["k"])}
-        groups |= {role: FACTORS.get(role, (role,)) for role in CANONICAL}
-        if group not in groups:
-            raise ValueError(f"unknown group of matrices {group!r}; one of {', '.join(groups)}")
-        roles = {role for role in groups[group] if role not in SCALES or group == "qk"}
+        known = GROUPS | {"qk": (*FACTORS["q"], *FACTORS["k"])}
+        known |= {role: FACTORS.get(role, (role,)) for role in CANONICAL}
+        if missing := [group for group in groups if group not in known]:
+            names = ", ".join(known)
+            raise ValueError(f"unknown group of matrices {missing[0]!r}; one of {names}")
+        roles = {x for group in groups for x in known[group] if x not in SCALES or group == "qk"}
         chosen = [rule for rule in self.rules if roles.intersection(rule.roles)]
         return lambda path, leaf: any(rule.layer(path) is not None for rule in chosen)
 
@@ -157,7 +161,7 @@ class Layout:
 
 
 PRESETS: tuple[Layout, ...] = tuple(
-    Layout(preset.name, preset.rules, requires=preset.requires) for preset in known.TABLE
+    Layout(preset.name, preset.rules, requires=preset.requires) for preset in TABLE
 )
 
 

@@ -270,9 +270,10 @@ def test_an_unknown_group_is_refused():
 def test_the_group_qk_selects_what_q_and_k_are_made_of():
     params = trees.scanned_mla()
     layout = stabmon.find_layout(params)
-    chosen = selection(params, layout.selects("qk"))["layers"]["attn"]
-    names = {name for name, leaves in chosen.items() if any(jax.tree.leaves(leaves))}
+    chosen = selection(params, layout.selects("qk", "mlp"))["layers"]
+    names = {name for name, leaves in chosen["attn"].items() if any(jax.tree.leaves(leaves))}
     assert names == {"q_down", "q_norm", "q_up", "kv_down", "kv_norm", "k_up"}
+    assert all(jax.tree.leaves(chosen["mlp"]))
 
 
 def test_the_group_attention_selects_matrices_and_no_norm_scales():

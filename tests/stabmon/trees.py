@@ -31,7 +31,6 @@ class Library:
         heads: Heads and kv heads.
         latent: Rows of a change of q and of k, v.
         value: Head dim of the values.
-        left_out: Some paths that no rule takes.
     """
 
     layout: str
@@ -42,7 +41,6 @@ class Library:
     heads: tuple[int, int] = (N, K)
     latent: tuple[int, int] = (D, D)
     value: int = H
-    left_out: tuple[str, ...] = ()
 
 
 def numbers(shapes: dict[str, tuple[int, ...]]) -> Tree:
