@@ -82,7 +82,7 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
             weight_decay=config.weight_decay,
             mask=lambda params: stabmon.selection(params, matrices),
         ),
-        optax_ext.track_delta(config.every, config.keep, select=r"attn/[qk]/"),
+        optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk")),
     )
 
 

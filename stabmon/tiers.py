@@ -74,7 +74,7 @@ def delta_metrics(layout: Layout, params: PyTree, delta: PyTree) -> Metrics:
         if role not in moved:
             raise ValueError(
                 f"the delta tier needs ΔW of role {role!r}, which track_delta does not keep; "
-                "select it: track_delta(select=layout.selects('attention'))"
+                "select it: track_delta(select=layout.selects('qk', 'router'))"
             )
     q, k, dq, dk = now["q"], now["k"], moved["q"], moved["k"]
     heads, groups = q.shape[1], k.shape[1]
@@ -219,7 +219,7 @@ def symptom_metrics(
         out["first_nonfinite"] = jnp.where(out["nonfinite"] > 0, first, -jnp.ones_like(first))
     for name, tree in (("grad_norm", grads), ("update_norm", updates)):
         if tree is not None:
-            for role, w in layout.collect(tree).items():
+            for role, w in layout.collect(tree, fold=False).items():
                 out[f"{role}/{name}"] = jax.vmap(norm)(w)
     return out
 
