@@ -139,9 +139,10 @@ class GPT(nnx.Module):
 
         x_BTD, (lost, captured) = jax.lax.scan(step, x_BTD, (stacked, gate_L), unroll=config.unroll)
         returned: list[Any] = [self._logits(self.norm(x_BTD))]
+        if losses and not config.experts:
+            lost = {name: jnp.zeros(config.layers, jnp.float32) for name in ("balance", "z")}
         if losses:
-            none_L = jnp.zeros(config.layers, jnp.float32)
-            returned.append(lost if config.experts else {"balance": none_L, "z": none_L})
+            returned.append(lost)
         if capture:
             returned.append(jax.lax.stop_gradient(captured))
         return returned[0] if len(returned) == 1 else tuple(returned)
