@@ -44,7 +44,19 @@ def matrix_sign(
     Differentiable once, forward and reverse, for every method, by the derivative of the polar
     factor (an SVD, taken in the derivative only); directions with σ = 0 are held fixed.
 
-    "auto" is "newton_schulz" on every backend: matrix products alone, no LAPACK call.
+    "auto" is "newton_schulz", on any backend, but "svd" on a CPU from a shorter side of 256 on,
+    unless the longer is twice as long. Speed against an SVD (LAPACK), two CPU cores, float32,
+    condition 1e4, medians of interleaved runs; ‖QᵀQ − I‖_max is at most 2e-5 in all:
+
+        stack          newton_schulz  polar      stack          newton_schulz  polar
+        16×48×48            2.6        2.2       8×256×64            2.3        1.3
+        16×64×64            1.9        1.3       4×512×128           2.0        1.3
+        4×128×128           1.0        1.0       2×1024×256          2.8        2.3
+        2×256×256           0.7        0.8       1×4096×1024         0.9        0.6
+        1×1024×1024         0.6        0.8       1×2048×2048         0.7        1.0
+
+    An SVD suffers most where other threads compete for the cores (five times slower and more).
+    On accelerators nothing was measured: there products are what is fast.
 
     Args:
         w: m × n, any float dtype, any leading axes.
@@ -90,7 +102,7 @@ def matrix_sign(
     if x.shape[-1] == 1:
         q = x
     else:
-        method = "newton_schulz" if method == "auto" else method
+        method = choose(*x.shape[-2:]) if method == "auto" else method
         q = _tall_sign(x, method, float(condition), max_gain)
     q = jnp.swapaxes(q, -1, -2) if wide else q
     return jnp.where(finite, q, jnp.nan).astype(w.dtype)
@@ -126,6 +138,12 @@ def normalised(
     total = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
     norm = jnp.sqrt(jnp.where(usable, total, 1))
     return x / norm, jnp.where(usable, norm * largest.astype(jnp.float32), 0), finite
+
+
+def choose(m: int, n: int) -> str:
+    """The method that "auto" means on the default backend for m ≥ n."""
+    lapack = jax.default_backend() == "cpu" and n >= 256 and m < 2 * n
+    return "svd" if lapack else "newton_schulz"
 
 
 def check_method(method: object, caller: str) -> None:

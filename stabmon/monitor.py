@@ -25,9 +25,10 @@ Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
 BRIEF = re.compile(
     r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
     r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
-    r"|delta\d+/q/radial_alignment/(mean|max)"
+    r"|delta\d+/q/radial_alignment/(mean|max)|delta\d+/query/lag_exponent/(mean|max)"
     r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
     r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
+    r"|attention/sharp_heads/mean"
     r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
     r"|jacobian/(norm|forward)/(mean|max)|jacobian/(growth|danger|converged)/value"
     r"|router/(entropy|effective_experts|margin)/(mean|min)"
@@ -58,6 +59,8 @@ class Monitor:
         include: Regular expression on `monitor/metric/aggregate`; only these are kept.
         exclude: Regular expression; these are dropped.
         top_k: Experts a token visits, for the router tier.
+        balance_weight: Weight of the load-balance loss in the loss, for `balance_ratio`.
+        sharp: Attention entropy in nats below which a head counts as sharp.
         tokens: Bound on the tokens whose activations are decomposed.
 
     Raises:
@@ -87,6 +90,8 @@ class Monitor:
     include: str | None = None
     exclude: str | None = None
     top_k: int = 2
+    balance_weight: float | int = 1e-2
+    sharp: float | int = 0.5
     tokens: int = 512
 
     def __post_init__(self):
@@ -124,9 +129,11 @@ class Monitor:
             params: Parameters before this step's update.
             opt_state: Optimizer state before this step's update, with a `track_delta` in it (not
                 needed with delta=0).
-            intermediates: What left the forward pass: "attention_entropy" (L, N),
-                "max_attention_logit" (L, N), "residual" (L, …, D), "router_logits" (L, …, E); or a
-                function without arguments that computes it, called only where it is due.
+            intermediates: What left the forward pass, as far as there is: "attention_entropy",
+                "max_attention_logit", "sink_mass", "repeated_maximum" (L, N), "residual"
+                (L, …, D), "router_logits" (L, …, E), "dropped" (L,) choices beyond capacity,
+                "router_lm_gradient" (L, E) of the mean expert probabilities; or a function without
+                arguments that computes it, called only where it is due.
             grads: Gradients, for the symptoms.
             updates: The optimizer's updates, for the symptoms.
             loss: Scalar loss, for the symptoms.
@@ -139,9 +146,11 @@ class Monitor:
         valid, values, keys = {}, {}, {}
 
         def sample(
-            cadence: int, ready: Bool[Array, ""], measure: Callable[[], dict[str, tiers.Metrics]]
+            cadence: int,
+            measure: Callable[[], dict[str, tiers.Metrics]],
+            ready: Mapping[str, Bool[Array, ""]] | None = None,
         ) -> None:
-            """Measure the monitors of one tier, all under one conditional."""
+            """Measure the monitors of one tier under one conditional, `ready` ones only."""
             names: dict[str, tuple[str, ...]] = {}
 
             def kept(_):
@@ -155,35 +164,41 @@ class Monitor:
             rows = jax.eval_shape(kept, None)
             if not any(row.size for row in rows.values()):
                 return
-            due = (step % cadence == 0) & ready
+            due = {name: step % cadence == 0 for name in rows}
+            if ready is not None:
+                due = {name: due[name] & ready[name] for name in rows}
             empty = lambda _: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), rows)
-            packed = jax.lax.cond(due, kept, empty, None)
+            packed = jax.lax.cond(jnp.any(jnp.stack([*due.values()])), kept, empty, None)
             for name in (name for name, row in rows.items() if row.size):
-                keys[name], values[name], valid[name] = names[name], packed[name], due
+                missing = jnp.full_like(packed[name], jnp.nan)
+                keys[name], valid[name] = names[name], due[name]
+                values[name] = jnp.where(due[name], packed[name], missing)
 
-        always = jnp.ones((), bool)
         if self.delta:
-            for lag in self._lags(opt_state):
-                # The difference is taken inside the conditional, where it costs nothing unsampled.
-                change = lambda lag=lag: read_delta(opt_state, params)[lag].tree
-                sample(
-                    self.delta,
-                    find_state(opt_state).age(lag) == lag,
-                    lambda lag=lag, change=change: {
-                        f"delta{lag}": tiers.delta_metrics(self.layout, params, change())
-                    },
-                )
+            state, lags = find_state(opt_state), self._lags(opt_state)
+
+            def changes() -> dict[str, tiers.Metrics]:
+                # Differences are taken inside the conditional, where they cost nothing unsampled.
+                deltas = read_delta(opt_state, params)
+                moved = {lag: deltas[lag].tree for lag in lags}
+                found = tiers.delta_metrics(self.layout, params, moved)
+                return {f"delta{lag}": metrics for lag, metrics in found.items()}
+
+            sample(self.delta, changes, {f"delta{lag}": state.age(lag) == lag for lag in lags})
         if self.weights:
-            sample(
-                self.weights, always, lambda: {"weights": tiers.weight_metrics(self.layout, params)}
-            )
+            sample(self.weights, lambda: {"weights": tiers.weight_metrics(self.layout, params)})
         if self.activations:
-            sample(self.activations, always, lambda: tiers.activation_tier(get(), self.tokens))
+            sample(
+                self.activations, lambda: tiers.activation_tier(get(), self.tokens, self.sharp)
+            )
         if self.router:
             sample(
                 self.router,
-                always,
-                lambda: {"router": tiers.router_metrics(self.layout, params, get(), self.top_k)},
+                lambda: {
+                    "router": tiers.router_metrics(
+                        self.layout, params, get(), self.top_k, self.balance_weight
+                    )
+                },
             )
         if self.jacobian:
             if jacobian is None:
@@ -191,11 +206,10 @@ class Monitor:
                     "the Jacobian tier needs jacobian=lambda: jacobian_alignment(layers, h) in the "
                     "call; or set jacobian=0"
                 )
-            sample(self.jacobian, always, lambda: {"jacobian": tiers.jacobian_metrics(jacobian())})
+            sample(self.jacobian, lambda: {"jacobian": tiers.jacobian_metrics(jacobian())})
         if self.symptoms:
             sample(
                 self.symptoms,
-                always,
                 lambda: {
                     "symptoms": tiers.symptom_metrics(self.layout, params, grads, updates, loss)
                 },

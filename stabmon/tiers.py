@@ -5,10 +5,10 @@ Each function takes matrices already collected onto canonical axes (`layout.py`)
 """
 
 from collections.abc import Mapping
+from itertools import accumulate
 
 import jax
 import jax.numpy as jnp
-import optax
 from einops import rearrange
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
@@ -21,7 +21,8 @@ from stabmon.metrics.activations import (
     sample_tokens,
     segment_rank_ratio,
 )
-from stabmon.metrics.expert_load import expert_load, topk_margin
+from stabmon.metrics.attention import sharp_head_fraction
+from stabmon.metrics.expert_load import balance_gradient_ratio, expert_load, topk_margin
 from stabmon.metrics.jacobian import JacobianStats
 from stabmon.metrics.power import power_norm
 from stabmon.metrics.qk import increment_spectra
@@ -31,9 +32,9 @@ from stabmon.metrics.router import (
     router_z,
     routing_entropy,
 )
-from stabmon.metrics.spectrum import singular_values, spectrum_stats
+from stabmon.metrics.spectrum import gaussian_stable_rank, singular_values, spectrum_stats
 from stabmon.metrics.symptoms import norm
-from stabmon.metrics.updates import outliers_of_spectrum, radial_alignment
+from stabmon.metrics.updates import lag_exponent, outliers_of_spectrum, radial_alignment
 
 Metrics = dict[str, Array]
 
@@ -56,86 +57,142 @@ WORST_IS_HIGH = frozenset(
         *(f"{role}/spectral_norm" for role in CANONICAL),
         *(f"{role}/{tree}_norm" for role in CANONICAL for tree in ("grad", "update")),
         *(f"{role}/radial_alignment" for role in "qk"),
+        *(f"{name}/lag_exponent" for name in ("query", "key")),
+        "sharp_heads",
+        "sink_mass",
+        "repeated_maximum",
+        "dropped",
+        "balance_ratio",
         *(f"{name}/norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
         *(f"{name}/spectral_norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
     }
 )
 _STATS = ("modes", "effective_rank", "stable_rank", "norm", "spectral_norm")
+# Roles as matrices with the model axis, or the latent, first; the others are so already.
+_FLAT = {
+    **dict.fromkeys(("q", "k", "v", "o"), "l d (n h)"),
+    "q_up": "l r (n h)",
+    "k_up": "l c (n h)",
+    "v_up": "l c (n h)",
+    "mlp_down": "l d f",
+    "router": "l d e",
+    "expert_down": "l e d f",
+}
 
 
-def delta_metrics(layout: Layout, params: PyTree, delta: PyTree) -> Metrics:
-    """Spectra of Δ1, Δ2, Δ3, dW_q and dW_k of every head, and the radial alignment of q and k.
+def delta_metrics(
+    layout: Layout, params: PyTree, deltas: Mapping[int, PyTree]
+) -> dict[int, Metrics]:
+    """For each lag, spectra of Δ1, Δ2, Δ3, dW_q and dW_k of every head, and radial alignments.
 
-    `delta` is the difference over one lag, structured like `params`. Entropies are divided by
-    ln(rank bound), so that they compare across head sizes.
+    `deltas` holds the difference over each lag, structured like `params`. All lags go through the
+    decompositions as one batch. Entropies are divided by ln(rank bound), so that they compare
+    across head sizes. The longest of several lags also gets the lag exponents of σ₁(dW_q) and
+    σ₁(dW_k) against the shortest.
     """
-    now, moved = layout.difference(params, delta, ("q", "k", "router"))
+    per_lag = [layout.difference(params, x, ("q", "k", "router")) for x in deltas.values()]
+    now, moved = per_lag[0]
     for role in ("q", "k"):
         if role not in moved:
             raise ValueError(
                 f"the delta tier needs ΔW of role {role!r}, which track_delta does not keep; "
                 "select it: track_delta(select=layout.selects('qk', 'router'))"
             )
-    q, k, dq, dk = now["q"], now["k"], moved["q"], moved["k"]
-    heads, groups = q.shape[1], k.shape[1]
+    moves = {role: jnp.stack([x[role].astype(jnp.float32) for _, x in per_lag]) for role in moved}
+    heads, groups = now["q"].shape[1], now["k"].shape[1]
     if heads % groups:
         raise ValueError(f"{heads} query heads do not divide over {groups} kv heads")
-    share = lambda x: jnp.repeat(x.astype(jnp.float32), heads // groups, axis=1)
-    q, k, dk = q.astype(jnp.float32), share(k), share(dk)
-    spectra = jax.vmap(jax.vmap(increment_spectra))(q - dq, k - dk, dq, dk)
+    share = lambda x, axis: jnp.repeat(x, heads // groups, axis=axis)
+    q, k = now["q"].astype(jnp.float32)[None], share(now["k"].astype(jnp.float32), 1)[None]
+    dq, dk = moves["q"], share(moves["k"], 2)
+    q0, k0 = q - dq, k - dk
+    over = lambda f: jax.vmap(jax.vmap(jax.vmap(f)))
+    spectra = over(increment_spectra)(q0, k0, dq, dk)
     bound = {"delta1": 2, "delta2": 2, "delta3": 1, "query": 1, "key": 1}
     out = {}
     for name, sigma in spectra._asdict().items():
-        stats = jax.vmap(jax.vmap(spectrum_stats))(sigma)
-        rank = min(bound[name] * q.shape[3], q.shape[2])
+        stats = over(spectrum_stats)(sigma)
+        rank = min(bound[name] * q.shape[4], q.shape[3])
         out[f"{name}/entropy"] = stats.entropy / jnp.log(float(max(rank, 2)))
         out |= {f"{name}/{stat}": getattr(stats, stat) for stat in _STATS}
-    by_head = jax.vmap(jax.vmap(radial_alignment))
-    outliers = lambda sigma: tuple(outliers_of_spectrum(sigma, q.shape[2:]))
+    outliers = lambda sigma: tuple(outliers_of_spectrum(sigma, q.shape[3:]))
     for name in ("query", "key"):
-        found = jax.vmap(jax.vmap(outliers))(getattr(spectra, name))
+        found = over(outliers)(getattr(spectra, name))
         out[f"{name}/outliers"], out[f"{name}/excess"] = found
-    out["q/radial_alignment"] = by_head(dq, q - dq)
-    out["k/radial_alignment"] = by_head(dk, k - dk)
-    if "router" in moved:
-        stats = jax.vmap(lambda w: spectrum_stats(singular_values(w)))(moved["router"])
+    out["q/radial_alignment"] = over(radial_alignment)(dq, q0)
+    out["k/radial_alignment"] = over(radial_alignment)(dk, k0)
+    if "router" in moves:
+        of_router = lambda w: spectrum_stats(singular_values(w))
+        stats = jax.vmap(jax.vmap(of_router))(moves["router"])
         out |= {f"router/{stat}": getattr(stats, stat) for stat in _STATS}
-    return out
+    lags = list(deltas)
+    result = {lag: {name: x[i] for name, x in out.items()} for i, lag in enumerate(lags)}
+    short, long = min(lags), max(lags)
+    if short < long:
+        for name in ("query", "key"):
+            sigma = f"{name}/spectral_norm"
+            exponent = lag_exponent(result[short][sigma], result[long][sigma], short, long)
+            result[long][f"{name}/lag_exponent"] = exponent
+    return result
 
 
 def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
-    """‖W‖_F, σ₁ and stable rank of every attention, MLP and router matrix, by layer.
+    """‖W‖_F, σ₁ and stable rank of every matrix as it is stored, by layer.
 
-    σ₁ by power iteration, so that the same code serves 64 and 8,192 columns. Experts count as a
-    head axis.
+    The stable rank also over that of a Gaussian matrix of the same shape, mn/(√m + √n)². Matrices
+    are the leaves: factors of latent attention one by one, without norm scales. σ₁ by power
+    iteration, so that the same code serves 64 and 8,192 columns, with all matrices of one shape in
+    one batch. Experts count as a head axis.
     """
-    grouped = {
-        "q": "l n d h -> l d (n h)",
-        "k": "l n d h -> l d (n h)",
-        "v": "l n d h -> l d (n h)",
-        "o": "l n h d -> l (n h) d",
-    }
+    stored = layout.collect(params, fold=False)
+    flat = {role: _flat(role, w) for role, w in stored.items()}
+    batches: dict[tuple[int, ...], list[str]] = {}
+    for role, w in flat.items():
+        batches.setdefault(w.shape[-2:], []).append(role)
     out = {}
-    for role, w in layout.collect(params).items():
-        w = rearrange(w, grouped[role]) if role in grouped else w
-        over = lambda f, w=w: jax.vmap(jax.vmap(f)) if w.ndim == 4 else jax.vmap(f)
-        length = over(norm)(w)
-        sigma = over(lambda x: power_norm(x).value)(w)
-        out[f"{role}/norm"] = length
-        out[f"{role}/spectral_norm"] = sigma
-        ratio = jnp.where(sigma > 0, length / sigma, jnp.zeros_like(sigma))
-        out[f"{role}/stable_rank"] = ratio**2
+    for shape, roles in batches.items():
+        batch = [rearrange(flat[role], "... m n -> (...) m n") for role in roles]
+        w = jnp.concatenate([x.astype(jnp.float32) for x in batch])
+        length, sigma = jax.vmap(norm)(w), jax.vmap(lambda x: power_norm(x).value)(w)
+        ratio = jnp.where(sigma > 0, length / sigma, jnp.zeros_like(sigma)) ** 2
+        columns = jnp.stack([length, sigma, ratio, ratio / gaussian_stable_rank(*shape)])
+        parts = jnp.split(columns, list(accumulate(len(x) for x in batch))[:-1], axis=1)
+        for role, part in zip(roles, parts, strict=True):
+            values = part.reshape(4, *flat[role].shape[:-2])
+            names = ("norm", "spectral_norm", "stable_rank", "relative_stable_rank")
+            out |= {f"{role}/{name}": x for name, x in zip(names, values, strict=True)}
     return out
 
 
-def activation_tier(intermediates: Mapping[str, Array], tokens: int) -> dict[str, Metrics]:
+def _flat(role: str, w: Float[Array, "..."]) -> Float[Array, "L ... m n"]:
+    """The matrices of a role with the model axis D first, heads side by side.
+
+    One orientation for those that read the stream and those that write into it, so that equal
+    shapes mean equal axes, however they are sharded.
+    """
+    axes = CANONICAL[role]
+    return rearrange(w, f"l {axes} -> {_FLAT.get(role, f'l {axes}')}")
+
+
+def activation_tier(
+    intermediates: Mapping[str, Array], tokens: int, sharp: float | int
+) -> dict[str, Metrics]:
     """The attention and the activation monitor, each as far as its arrays are there.
 
-    Attention: entropy in nats and largest logit of every head. Activations: rank ratio and grade
-    of the residual stream after every layer, on at most `tokens` tokens.
+    Attention: entropy in nats, largest logit, sink mass and repeated maxima of every head, and the
+    fraction of heads with less than `sharp` nats. Activations: rank ratio and grade of the
+    residual stream after every layer, on at most `tokens` tokens.
     """
-    names = {"attention_entropy": "entropy", "max_attention_logit": "max_logit"}
+    names = {
+        "attention_entropy": "entropy",
+        "max_attention_logit": "max_logit",
+        "sink_mass": "sink_mass",
+        "repeated_maximum": "repeated_maximum",
+    }
     attention = {new: intermediates[old] for old, new in names.items() if old in intermediates}
+    if "entropy" in attention:
+        fraction = jax.vmap(lambda entropy: sharp_head_fraction(entropy, sharp))
+        attention["sharp_heads"] = fraction(attention["entropy"])
     activations = {}
     if "residual" in intermediates:
         sample = lambda x: rank_ratio(sample_tokens(x, tokens))
@@ -169,15 +226,25 @@ def jacobian_metrics(stats: JacobianStats) -> Metrics:
 
 
 def router_metrics(
-    layout: Layout, params: PyTree, intermediates: Mapping[str, Array], top_k: int
+    layout: Layout,
+    params: PyTree,
+    intermediates: Mapping[str, Array],
+    top_k: int,
+    balance_weight: float | int,
 ) -> Metrics:
-    """Router geometry from the weights; entropy, load and margins from the logits if given."""
+    """Router geometry from the weights; entropy, load and margins from the logits if given.
+
+    With the language-model gradient of the mean expert probabilities, also how much of it the
+    load-balance loss, at its weight, comes to.
+    """
     out = {}
     weights = layout.collect(params, ("router",)).get("router")
     if weights is not None:
         experts = weights.shape[1]
         out["similarity"] = jax.vmap(lambda w: router_similarity(w, experts=experts))(weights)
         out["conditioning"] = jax.vmap(lambda w: router_conditioning(w, experts=experts))(weights)
+    if "dropped" in intermediates:
+        out["dropped"] = intermediates["dropped"]
     if "router_logits" in intermediates:
         logits = rearrange(intermediates["router_logits"], "l ... e -> l (...) e")
         out["entropy"] = jax.vmap(routing_entropy)(logits)
@@ -189,6 +256,9 @@ def router_metrics(
         }
         margin = jax.vmap(lambda z: topk_margin(z, top_k))(logits)
         out |= {"margin_p10": margin.p10, "margin_p01": margin.p01}
+        if "router_lm_gradient" in intermediates:
+            ratio = lambda z, grad: balance_gradient_ratio(z, top_k, grad, balance_weight)
+            out["balance_ratio"] = jax.vmap(ratio)(logits, intermediates["router_lm_gradient"])
     return out
 
 
@@ -204,35 +274,39 @@ def symptom_metrics(
     `first_nonfinite` is the index of the first leaf with a non-finite gradient or update, −1 if
     there is none; `nonfinite` counts such entries.
     """
-    out = {"param_norm": optax.tree.norm(_wide(params))}
+    trees = {"param_norm": params, "grad_norm": grads, "update_norm": updates}
+    trees = {name: tree for name, tree in trees.items() if tree is not None}
+    squares = {name: squares_by_leaf(tree) for name, tree in trees.items()}
+    out = {name: jnp.sqrt(jnp.sum(x)) for name, x in squares.items()}
     if loss is not None:
         out["loss"] = jnp.asarray(loss)
-    if grads is not None:
-        out["grad_norm"] = optax.tree.norm(_wide(grads))
     if updates is not None:
-        out["update_norm"] = optax.tree.norm(_wide(updates))
         out["update_ratio"] = out["update_norm"] / jnp.maximum(out["param_norm"], 1e-30)
-    if grads is not None or updates is not None:
-        counts = nonfinite_by_leaf(grads, updates)
+    moving = [name for name in trees if name != "param_norm"]
+    if moving:
+        suspect = ~jnp.all(jnp.isfinite(jnp.stack([squares[name] for name in moving])))
+        counts = jax.lax.cond(
+            suspect,
+            lambda: nonfinite_by_leaf(*(trees[name] for name in moving)),
+            lambda: jnp.zeros_like(squares[moving[0]]),
+        )
         out["nonfinite"] = jnp.sum(counts)
         first = jnp.argmax(counts > 0).astype(jnp.float32)
         out["first_nonfinite"] = jnp.where(out["nonfinite"] > 0, first, -jnp.ones_like(first))
-    for name, tree in (("grad_norm", grads), ("update_norm", updates)):
-        if tree is not None:
-            for role, w in layout.collect(tree, fold=False).items():
-                out[f"{role}/{name}"] = jax.vmap(norm)(w)
+    for name in moving:
+        for role, w in layout.collect(trees[name], fold=False).items():
+            out[f"{role}/{name}"] = jax.vmap(norm)(w)
     return out
 
 
-def _wide(tree: PyTree) -> PyTree:
-    """Leaves in float32: a sum of squares in bfloat16 would stop growing."""
-    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+def squares_by_leaf(tree: PyTree) -> Float[Array, " leaves"]:
+    """Σx² of each leaf in float32, in one pass; not finite where an entry is not, or overflows."""
+    wide = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
+    return jnp.stack([jnp.sum(jnp.square(x)) for x in wide])
 
 
-def nonfinite_by_leaf(*trees: PyTree | None) -> Float[Array, " leaves"]:
-    """How many entries of each leaf are not finite, summed over the trees given."""
+def nonfinite_by_leaf(*trees: PyTree) -> Float[Array, " leaves"]:
+    """How many entries of each leaf are not finite, summed over the trees."""
     count = lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
-    counts = [
-        jnp.stack([count(x) for x in jax.tree.leaves(tree)]) for tree in trees if tree is not None
-    ]
+    counts = [jnp.stack([count(x) for x in jax.tree.leaves(tree)]) for tree in trees]
     return jnp.sum(jnp.stack(counts), axis=0)

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
-from stabmon.metrics.checks import all_finite, as_matrix, nan_unless, unit_scale
+from stabmon.metrics.checks import as_matrix, nan_unless
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -108,18 +108,17 @@ def increment_spectra(
     The base point and the differences are separate arguments because a tracked dW keeps digits
     that W_t − W_{t−δ} in a low precision has lost. Non-finite input: NaN.
     """
-    finite = all_finite(q0, k0, dq, dk)
+    largest = jnp.stack([jnp.max(jnp.abs(x)) for x in (q0, k0, dq, dk)])
+    finite = jnp.all(jnp.isfinite(largest))  # a maximum keeps NaN and ∞
     h = q0.shape[1]
 
-    def factor(delta, base):
-        (delta, small), (base, large) = (
-            unit_scale(jnp.where(finite, x, jnp.zeros_like(x))) for x in (delta, base)
-        )
-        r = triangular_factor(jnp.hstack([delta, base]))
+    def factor(delta, base, small, large):
+        rows = [_unit_rows(x, scale, finite) for x, scale in ((delta, small), (base, large))]
+        r = triangular_factor(jnp.concatenate(rows))
         return r[:, :h] * small, r[:, h:] * large
 
-    r_dq, r_q = factor(dq, q0)
-    s_dk, s_k = factor(dk, k0)
+    r_dq, r_q = factor(dq, q0, largest[2], largest[0])
+    s_dk, s_k = factor(dk, k0, largest[3], largest[1])
     # Δ1 = dq k0ᵀ + (q0 + dq) dkᵀ and Δ2 = dq k0ᵀ + q0 dkᵀ: no difference of large products is
     # ever taken, and Δ1 shares the factors of Δ2.
     cores = IncrementSpectra(
@@ -132,33 +131,48 @@ def increment_spectra(
     return IncrementSpectra(*(nan_unless(finite, _core_singular_values(c)) for c in cores))
 
 
-def triangular_factor(a: Float[Array, "m n"]) -> Float[Array, "n n"]:
-    """Upper-triangular R with RᵀR = AᵀA, safe in float32 for any column scales and any rank.
+def _unit_rows(
+    x: Float[Array, "D H"], scale: Float[Array, ""], finite: Bool[Array, ""]
+) -> Float[Array, "H D"]:
+    """`x` transposed and divided by its largest magnitude `scale`; zero where that is zero."""
+    usable = finite & (scale > 0)
+    divisor = jax.lax.broadcast(jnp.where(usable, scale, jnp.ones_like(scale)), x.shape)
+    return (jnp.where(usable, x, jnp.zeros_like(x)) / divisor).T
 
-    Cholesky-QR in two passes, each on unit columns and with a small diagonal shift. The unit
+
+def triangular_factor(rows: Float[Array, "n m"]) -> Float[Array, "n n"]:
+    """Upper-triangular R with RᵀR = AᵀA for A = `rows`ᵀ, safe for any scales and any rank.
+
+    Cholesky-QR in two passes, each on unit columns of A and with a small diagonal shift. The unit
     columns make blocks of very different size (dW beside W) equally accurate; the shift lets the
     factorisation pass rank deficiency; and re-normalising between the passes turns what was left
     of a dependent column into a row of R of rounding size. Singular values of R X differ from
-    those of A X by rounding times ‖A‖‖X‖. Zero matrix: zero. `a` must be finite, with entries
+    those of A X by rounding times ‖A‖‖X‖. Zero matrix: zero. `rows` must be finite, with entries
     whose squares neither overflow nor underflow.
 
-    Only Gram matrices reduce over the long axis m.
-    """
-    n = a.shape[1]
-    identity = jnp.eye(n, dtype=a.dtype)
-    shift = n * jnp.finfo(a.dtype).eps
+    Between the passes A is multiplied by an explicit inverse of the triangular factor, since a
+    product is several times faster than a substitution. The residual grows with ‖|L⁻¹||L|‖ only,
+    which no scaling of the columns changes: small however far the lengths are apart and whatever
+    the rank.
 
-    def one_pass(a):
-        gram = product(a.T, a)
+    A lies transposed: a Gram matrix of rows runs along contiguous memory. Only these reduce over
+    the long axis m.
+    """
+    n = rows.shape[0]
+    identity = jnp.eye(n, dtype=rows.dtype)
+    shift = n * jnp.finfo(rows.dtype).eps
+
+    def one_pass(rows):
+        gram = product(rows, rows.T)
         lengths = jnp.sqrt(jnp.diag(gram))
         safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
         cosines = gram / (safe[:, None] * safe[None, :])
         lower = jax.lax.linalg.cholesky(cosines + shift * identity, symmetrize_input=False)
-        return safe[:, None] * lower, lengths[:, None] * lower
+        return safe, lower, lengths[:, None] * lower
 
-    solvable, first = one_pass(a)
-    a = jax.lax.linalg.triangular_solve(solvable, a, transpose_a=True, lower=True)
-    _, second = one_pass(a)
+    lengths, lower, first = one_pass(rows)
+    inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+    _, _, second = one_pass(product(inverse / lengths[None, :], rows))
     return product(second.T, first.T)
 
 

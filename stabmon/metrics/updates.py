@@ -66,7 +66,7 @@ def radial_alignment(delta: ArrayLike, w: ArrayLike) -> Float[Array, ""]:
 
 def lag_exponent(
     short: ArrayLike, long: ArrayLike, lag_short: float | int, lag_long: float | int
-) -> Float[Array, ""]:
+) -> Float[Array, "..."]:
     """Growth exponent of a norm with the lag: ln(long/short)/ln(lag_long/lag_short).
 
     For σ₁ of ΔW over two lags: ½ where updates add up as noise, 1 where they drift coherently, a

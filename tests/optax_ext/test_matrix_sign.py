@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from optax_ext import _polar
 from optax_ext._approximants import TOLERANCE, composite, minimax_odd, polynomial_schedule
-from optax_ext._matrix_sign import matrix_sign, orthogonality_error
+from optax_ext._matrix_sign import choose, matrix_sign, orthogonality_error
 
 METHODS = ("newton_schulz", "polar", "svd")
 SHAPES = ((32, 32), (64, 32), (32, 64))
@@ -86,6 +86,13 @@ def test_newton_schulz_runs_every_step_with_products_only():
     large = [line for line in text.splitlines() if "dot_general" in line and "256x64" in line]
     assert len(large) == 6
     assert "custom_call" not in text
+
+
+def test_auto_is_newton_schulz_except_for_large_square_matrices_on_a_cpu(monkeypatch):
+    assert [choose(m, n) for m, n in ((128, 128), (512, 256))] == ["newton_schulz"] * 2
+    assert [choose(m, n) for m, n in ((256, 256), (2048, 2048))] == ["svd"] * 2
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+    assert choose(2048, 2048) == "newton_schulz"
 
 
 @pytest.mark.parametrize("shape", [(32, 32), (64, 32)])

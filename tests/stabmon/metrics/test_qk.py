@@ -145,7 +145,7 @@ def test_triangular_factor_reproduces_the_gram_matrix(rank):
     rng = np.random.default_rng(5)
     a = (rng.normal(size=(40, rank)) @ rng.normal(size=(rank, 8))).astype(np.float32)
     a[:, :4] *= 1e-5
-    r = np.asarray(triangular_factor(jnp.asarray(a)), np.float64)
+    r = np.asarray(triangular_factor(jnp.asarray(a.T)), np.float64)
     lengths = np.linalg.norm(a.astype(np.float64), axis=0)
     gram = a.astype(np.float64).T @ a.astype(np.float64)
     scale = np.outer(lengths, lengths)
