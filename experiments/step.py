@@ -100,8 +100,9 @@ def make_step(
 ) -> tuple[Callable, Callable, stabmon.Monitor]:
     """(init, step, monitor) for one configuration, compiled once for all its seeds.
 
-    init(seed) -> TrainState. step(state, tokens, armed, sampled) -> (state, readings, loss),
-    jitted, donating the state; `sampled` is static, and without it readings are None.
+    init(seed) -> TrainState. step(state, tokens, armed, due) -> (state, readings, loss), jitted,
+    donating the state; `due` is static, from `monitor.due(step)`. Where it is empty readings are
+    None; None itself stands for one program for all steps, its tiers under conditionals.
     """
     shapes = jax.eval_shape(lambda: init_params(model, 0))
     layout = stabmon.find_layout(shapes)
@@ -121,7 +122,7 @@ def make_step(
         params = init_params(model, seed)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def step(state: TrainState, tokens: jax.Array, armed: jax.Array, sampled: bool):
+    def step(state: TrainState, tokens: jax.Array, armed: jax.Array, due: tuple[str, ...] | None):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         options = {}
         if fault is not None:
@@ -132,7 +133,7 @@ def make_step(
         )(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         readings = None
-        if sampled:
+        if due != ():
             # Intermediates come from a second, small forward pass, only where their tier is due.
             readings = watch(
                 state.step,
@@ -142,11 +143,12 @@ def make_step(
                 grads=grads,
                 updates=updates,
                 loss=loss,
+                due=due,
             )
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), readings, loss
 
-    return init, jax.jit(step, donate_argnums=0, static_argnames="sampled"), watch
+    return init, jax.jit(step, donate_argnums=0, static_argnames="due"), watch
 
 
 @lru_cache(maxsize=8)

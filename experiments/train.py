@@ -1,8 +1,8 @@
 """The training loop, written to be copied.
 
-One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled
-twice, with the monitor for steps that are sampled and without it for the others, which then cost
-nothing. What is measured leaves as data and is written while the next step already runs, so the
+One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled once
+for each combination of monitors that are due together, and without them for the other steps, which
+then cost nothing. What is measured leaves as data and is written while the next step already runs, so the
 device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume` continues
 it bit for bit.
 
@@ -150,7 +150,7 @@ def train(config: Config) -> Result:
                     if config.evaluate_every and step % config.evaluate_every == 0:
                         held_out = held_out_loss(state.params)
                     due = monitor.due(step)
-                    state, readings, loss = step_fn(state, data[step], armed, sampled=due)
+                    state, readings, loss = step_fn(state, data[step], armed, due=due)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from optax_ext._approximants import Polynomial, halley_schedule, polynomial_schedule
+from stabmon.metrics.lapack import divided, on_stack, thin_svd
 
 Stack = Float[Array, "*stack m n"]
 
@@ -25,7 +26,6 @@ SYMMETRIC_BLOCK = 512
 ZERO_LEVEL = 2.0**-20
 
 _product = functools.partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)
-_solve = functools.partial(jax.lax.linalg.triangular_solve, left_side=False, lower=True)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2))
@@ -53,7 +53,7 @@ def _polar_factor_jvp(method, condition, primals, tangents):
     """Derivative dQ = U [(A − Aᵀ) ∘ 1/(σᵢ + σⱼ)] Vᵀ + (I − UUᵀ) dX V Σ⁻¹ Vᵀ, A = Uᵀ dX V."""
     (x,), (dx,) = primals, tangents
     q = polar_factor(x, method, condition)
-    u, s, vt = jnp.linalg.svd(x, full_matrices=False)
+    u, s, vt = on_stack(thin_svd)(x)
     kept = s > ZERO_LEVEL * s[..., :1]
     both = kept[..., :, None] & kept[..., None, :]
     sums = jnp.where(both, s[..., :, None] + s[..., None, :], 1)
@@ -67,7 +67,7 @@ def _polar_factor_jvp(method, condition, primals, tangents):
 
 def _by_svd(x: Stack) -> Stack:
     """UVᵀ with σ ≤ `ZERO_LEVEL`·σ₁ treated as zero."""
-    u, s, vt = jnp.linalg.svd(x, full_matrices=False)
+    u, s, vt = on_stack(thin_svd)(x)
     kept = (s > ZERO_LEVEL * s[..., :1]).astype(x.dtype)
     return _product(u * kept[..., None, :], vt)
 
@@ -78,8 +78,7 @@ def _by_halley(x: Stack, lower: float) -> Stack:
     x = _compose(x, lifts)
     for a, b, c in steps:
         gram = _gram(x)
-        factor = jax.lax.linalg.cholesky(c * gram + identity_like(gram), symmetrize_input=False)
-        y = _solve(factor, _solve(factor, x, transpose_a=True))
+        y = on_stack(divided)(x, c * gram + identity_like(gram))
         x = (b / c) * x + (a - b / c) * y
     return x
 

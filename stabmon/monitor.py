@@ -5,7 +5,7 @@ of the result in `readings.py`, where matrices lie in `layout.py`.
 """
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import jax
@@ -25,7 +25,7 @@ Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
 BRIEF = re.compile(
     r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
     r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
-    r"|delta\d+/q/radial_alignment/(mean|max)|delta\d+/query/lag_exponent/(mean|max)"
+    r"|delta\d+/q/radial_alignment/(mean|max)"
     r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
     r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
     r"|attention/sharp_heads/mean"
@@ -35,6 +35,11 @@ BRIEF = re.compile(
     r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
     r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
 )
+
+
+def _hits(step: int, cadence: int) -> bool:
+    """Whether `step` is a multiple of `cadence`; never for 0."""
+    return cadence > 0 and step % cadence == 0
 
 
 @dataclass(frozen=True)
@@ -54,7 +59,8 @@ class Monitor:
         weights: Of norms and stable ranks of the weights themselves.
         jacobian: Of the layers' Jacobians; off by default, since it takes many products.
         symptoms: Of norms of gradients, updates, parameters and the loss.
-        lags: Which lags of the ring to measure; None: the shortest and the longest.
+        lags: Which lags of the ring to measure; None: the longest, which sees most, and with
+            detail="full" the shortest too, which gives the lag exponent.
         detail: "brief" (at most 60 keys, whatever the depth) or "full" (all, by layer).
         include: Regular expression on `monitor/metric/aggregate`; only these are kept.
         exclude: Regular expression; these are dropped.
@@ -75,7 +81,7 @@ class Monitor:
     >>> monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
     >>> readings = monitor(jnp.int32(5), params, tx.init(params))
     >>> sorted(readings.valid)
-    ['delta10', 'delta5', 'symptoms', 'weights']
+    ['delta10', 'symptoms', 'weights']
     """
 
     layout: Layout
@@ -106,9 +112,9 @@ class Monitor:
             except re.error as error:
                 raise ValueError(f"{name}: no regular expression: {error}") from error
 
-    def due(self, step: int) -> bool:
-        """Whether any tier is sampled at `step`; for the host, which then fetches the readings."""
-        return any(cadence and step % cadence == 0 for cadence in self._cadences().values())
+    def due(self, step: int) -> tuple[str, ...]:
+        """Names of the tiers that are sampled at `step`; empty if none is. For the host."""
+        return tuple(name for name, cadence in self._cadences().items() if _hits(step, cadence))
 
     def __call__(
         self,
@@ -121,8 +127,13 @@ class Monitor:
         updates: PyTree | None = None,
         loss: ArrayLike | None = None,
         jacobian: Callable[[], JacobianStats] | None = None,
+        due: Collection[str] | None = None,
     ) -> Readings:
         """Measure what is due at `step`.
+
+        With `due=monitor.due(step)`, a static argument of the jitted step, a program is compiled
+        for each combination of tiers that occurs, in which these are measured outright and nothing
+        else is. That is the cheapest: a conditional makes XLA keep, and often copy, what it reads.
 
         Args:
             step: Updates applied so far, an integer scalar.
@@ -139,21 +150,28 @@ class Monitor:
             loss: Scalar loss, for the symptoms.
             jacobian: Function without arguments for the Jacobian tier, such as
                 `lambda: jacobian_alignment(layers, h)`; called only where it is due.
+            due: Names of the tiers to measure, known outside of jit. None: all, each under a
+                `lax.cond` on `step`.
         """
+        if unknown := set(due or ()) - set(self._cadences()):
+            raise ValueError(f"due: no tiers {sorted(unknown)}; some of {[*self._cadences()]}")
         step = jnp.asarray(step)
         nothing: dict[str, Array] = {}
         get = intermediates if callable(intermediates) else lambda: intermediates or nothing
         valid, values, keys = {}, {}, {}
 
         def sample(
-            cadence: int,
+            tier: str,
             measure: Callable[[], dict[str, tiers.Metrics]],
-            ready: Mapping[str, Bool[Array, ""]] | None = None,
+            ready: Callable[[], dict[str, Bool[Array, ""]]] | None = None,
         ) -> None:
-            """Measure the monitors of one tier under one conditional, `ready` ones only."""
+            """Measure the monitors of one tier, of those the `ready` ones, if it is due."""
+            cadence = self._cadences()[tier]
+            if not cadence or (due is not None and tier not in due):
+                return
             names: dict[str, tuple[str, ...]] = {}
 
-            def kept(_):
+            def kept():
                 rows = {}
                 for name, metrics in measure().items():
                     names[name], rows[name] = aggregate(
@@ -161,60 +179,57 @@ class Monitor:
                     )
                 return rows
 
-            rows = jax.eval_shape(kept, None)
+            rows = jax.eval_shape(kept)
             if not any(row.size for row in rows.values()):
                 return
-            due = {name: step % cadence == 0 for name in rows}
-            if ready is not None:
-                due = {name: due[name] & ready[name] for name in rows}
-            empty = lambda _: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), rows)
-            packed = jax.lax.cond(jnp.any(jnp.stack([*due.values()])), kept, empty, None)
+            now = jnp.ones((), bool) if due is not None else step % cadence == 0
+            hits = {name: now & flag for name, flag in ready().items()} if ready else {}
+            hits = {name: hits.get(name, now) for name in rows}
+            if due is not None:
+                packed = kept()
+            else:
+                empty = lambda: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), rows)
+                packed = jax.lax.cond(jnp.any(jnp.stack([*hits.values()])), kept, empty)
             for name in (name for name, row in rows.items() if row.size):
                 missing = jnp.full_like(packed[name], jnp.nan)
-                keys[name], valid[name] = names[name], due[name]
-                values[name] = jnp.where(due[name], packed[name], missing)
+                keys[name], valid[name] = names[name], hits[name]
+                values[name] = jnp.where(hits[name], packed[name], missing)
 
-        if self.delta:
-            state, lags = find_state(opt_state), self._lags(opt_state)
+        def lag_is_exact() -> dict[str, Bool[Array, ""]]:
+            state = find_state(opt_state)
+            return {f"delta{lag}": state.age(lag) == lag for lag in self._lags(opt_state)}
 
-            def changes() -> dict[str, tiers.Metrics]:
-                # Differences are taken inside the conditional, where they cost nothing unsampled.
-                deltas = read_delta(opt_state, params)
-                moved = {lag: deltas[lag].tree for lag in lags}
-                found = tiers.delta_metrics(self.layout, params, moved)
-                return {f"delta{lag}": metrics for lag, metrics in found.items()}
+        def change() -> dict[str, tiers.Metrics]:
+            # Differences are taken inside the conditional, where they cost nothing unsampled.
+            deltas = read_delta(opt_state, params)
+            moved = {lag: deltas[lag].tree for lag in self._lags(opt_state)}
+            found = tiers.delta_metrics(self.layout, params, moved)
+            return {f"delta{lag}": metrics for lag, metrics in found.items()}
 
-            sample(self.delta, changes, {f"delta{lag}": state.age(lag) == lag for lag in lags})
-        if self.weights:
-            sample(self.weights, lambda: {"weights": tiers.weight_metrics(self.layout, params)})
-        if self.activations:
-            sample(
-                self.activations, lambda: tiers.activation_tier(get(), self.tokens, self.sharp)
-            )
-        if self.router:
-            sample(
-                self.router,
-                lambda: {
-                    "router": tiers.router_metrics(
-                        self.layout, params, get(), self.top_k, self.balance_weight
-                    )
-                },
-            )
-        if self.jacobian:
+        def geometry() -> dict[str, tiers.Metrics]:
+            weight = self.balance_weight
+            found = tiers.router_metrics(self.layout, params, get(), self.top_k, weight)
+            return {"router": found}
+
+        def products() -> dict[str, tiers.Metrics]:
             if jacobian is None:
                 raise ValueError(
                     "the Jacobian tier needs jacobian=lambda: jacobian_alignment(layers, h) in the "
                     "call; or set jacobian=0"
                 )
-            sample(self.jacobian, lambda: {"jacobian": tiers.jacobian_metrics(jacobian())})
-        if self.symptoms:
-            sample(
-                self.symptoms,
-                lambda: {
-                    "symptoms": tiers.symptom_metrics(self.layout, params, grads, updates, loss)
-                },
-            )
-        if not values:
+            return {"jacobian": tiers.jacobian_metrics(jacobian())}
+
+        def symptoms() -> dict[str, tiers.Metrics]:
+            found = tiers.symptom_metrics(self.layout, params, grads, updates, loss)
+            return {"symptoms": found}
+
+        sample("delta", change, lag_is_exact)
+        sample("weights", lambda: {"weights": tiers.weight_metrics(self.layout, params)})
+        sample("activations", lambda: tiers.activation_tier(get(), self.tokens, self.sharp))
+        sample("router", geometry)
+        sample("jacobian", products)
+        sample("symptoms", symptoms)
+        if not values and due is None:
             raise ValueError(
                 f"the monitor would measure nothing: cadences {self._cadences()}, "
                 f"include={self.include!r}, exclude={self.exclude!r}, detail={self.detail!r}"
@@ -239,7 +254,8 @@ class Monitor:
                 f"lags would be inexact; use delta={state.every * -(-self.delta // state.every)} "
                 f"or track_delta(every={self.delta})"
             )
-        lags = self.lags or tuple(sorted({state.lags[0], state.lags[-1]}))
+        both = tuple(dict.fromkeys((state.lags[0], state.lags[-1])))
+        lags = self.lags or (both if self.detail == "full" else both[-1:])
         unknown = set(lags) - set(state.lags)
         if unknown:
             raise ValueError(f"lags {sorted(unknown)} are not tracked; one of {state.lags}")

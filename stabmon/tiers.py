@@ -4,8 +4,10 @@ Each function takes matrices already collected onto canonical axes (`layout.py`)
 {metric: (L, N), (L,) or scalar}. Formulas live in `metrics/`; cadence and gating in `monitor.py`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import accumulate
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,7 +108,7 @@ def delta_metrics(
     q, k = now["q"].astype(jnp.float32)[None], share(now["k"].astype(jnp.float32), 1)[None]
     dq, dk = moves["q"], share(moves["k"], 2)
     q0, k0 = q - dq, k - dk
-    over = lambda f: jax.vmap(jax.vmap(jax.vmap(f)))
+    over = lambda f: partial(_over, f, 3)
     spectra = over(increment_spectra)(q0, k0, dq, dk)
     bound = {"delta1": 2, "delta2": 2, "delta3": 1, "query": 1, "key": 1}
     out = {}
@@ -123,7 +125,7 @@ def delta_metrics(
     out["k/radial_alignment"] = over(radial_alignment)(dk, k0)
     if "router" in moves:
         of_router = lambda w: spectrum_stats(singular_values(w))
-        stats = jax.vmap(jax.vmap(of_router))(moves["router"])
+        stats = _over(of_router, 2, moves["router"])
         out |= {f"router/{stat}": getattr(stats, stat) for stat in _STATS}
     lags = list(deltas)
     result = {lag: {name: x[i] for name, x in out.items()} for i, lag in enumerate(lags)}
@@ -134,6 +136,14 @@ def delta_metrics(
             exponent = lag_exponent(result[short][sigma], result[long][sigma], short, long)
             result[long][f"{name}/lag_exponent"] = exponent
     return result
+
+
+def _over(f: Callable[..., Any], axes: int, *stacks: Array) -> Any:
+    """`f` of every element of stacks with as many common leading axes, in one flat batch."""
+    leading = jnp.broadcast_shapes(*(x.shape[:axes] for x in stacks))
+    flat = [jnp.broadcast_to(x, (*leading, *x.shape[axes:])) for x in stacks]
+    flat = [x.reshape(-1, *x.shape[axes:]) for x in flat]
+    return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), jax.vmap(f)(*flat))
 
 
 def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
@@ -271,8 +281,9 @@ def symptom_metrics(
 ) -> Metrics:
     """The loss; norms of parameters, gradients and updates, globally and by family and layer.
 
-    `first_nonfinite` is the index of the first leaf with a non-finite gradient or update, −1 if
-    there is none; `nonfinite` counts such entries.
+    `nonfinite` counts the leaves of gradients and updates that have a non-finite entry, or squares
+    that overflow; `first_nonfinite` is the index of the first such leaf, −1 if there is none. Both
+    follow from the sums of squares, so that each array is read once.
     """
     trees = {"param_norm": params, "grad_norm": grads, "update_norm": updates}
     trees = {name: tree for name, tree in trees.items() if tree is not None}
@@ -284,14 +295,9 @@ def symptom_metrics(
         out["update_ratio"] = out["update_norm"] / jnp.maximum(out["param_norm"], 1e-30)
     moving = [name for name in trees if name != "param_norm"]
     if moving:
-        suspect = ~jnp.all(jnp.isfinite(jnp.stack([squares[name] for name in moving])))
-        counts = jax.lax.cond(
-            suspect,
-            lambda: nonfinite_by_leaf(*(trees[name] for name in moving)),
-            lambda: jnp.zeros_like(squares[moving[0]]),
-        )
-        out["nonfinite"] = jnp.sum(counts)
-        first = jnp.argmax(counts > 0).astype(jnp.float32)
+        broken = ~jnp.isfinite(jnp.stack([squares[name] for name in moving]))
+        out["nonfinite"] = jnp.sum(broken, dtype=jnp.float32)
+        first = jnp.argmax(jnp.any(broken, axis=0)).astype(jnp.float32)
         out["first_nonfinite"] = jnp.where(out["nonfinite"] > 0, first, -jnp.ones_like(first))
     for name in moving:
         for role, w in layout.collect(trees[name], fold=False).items():
@@ -304,9 +310,3 @@ def squares_by_leaf(tree: PyTree) -> Float[Array, " leaves"]:
     wide = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
     return jnp.stack([jnp.sum(jnp.square(x)) for x in wide])
 
-
-def nonfinite_by_leaf(*trees: PyTree) -> Float[Array, " leaves"]:
-    """How many entries of each leaf are not finite, summed over the trees."""
-    count = lambda x: jnp.sum(~jnp.isfinite(x), dtype=jnp.float32)
-    counts = [jnp.stack([count(x) for x in jax.tree.leaves(tree)]) for tree in trees]
-    return jnp.sum(jnp.stack(counts), axis=0)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stabmon.metrics.checks import unit_scale
+from stabmon.metrics.lapack import orthonormal, thin_svd
 
 
 class LinearMap(NamedTuple):
@@ -96,7 +97,7 @@ def leading_triple(
         fresh = operator.transposed(image)
         # Twice is enough; columns of `basis` that are not filled yet are zero.
         for _ in range(2):
-            fresh = jnp.linalg.qr(fresh - basis @ (basis.T @ fresh))[0]
+            fresh = orthonormal(fresh - basis @ (basis.T @ fresh))
         return jax.lax.dynamic_update_slice_in_dim(basis, fresh, step * block, axis=1)
 
     def cycle(carry):
@@ -104,8 +105,8 @@ def leading_triple(
         basis = jnp.pad(start, ((0, 0), (0, (depth - 1) * block)))
         basis = jax.lax.fori_loop(1, depth, grow, basis)
         # Once the Krylov space is exhausted, fresh columns are rounding; QR makes them a basis.
-        basis = jnp.linalg.qr(basis)[0]
-        left, sigma, right = jnp.linalg.svd(operator.product(basis), full_matrices=False)
+        basis = orthonormal(basis)
+        left, sigma, right = thin_svd(operator.product(basis))
         ritz = basis @ right[:block].T
         top = jnp.where(sigma[0] == 0, jnp.ones_like(sigma[0]), sigma[0])
         pair = min(2, n)
@@ -120,7 +121,7 @@ def leading_triple(
         count, _, triple = carry
         return (count < cycles) & (error_angle(triple) > tolerance)
 
-    start = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (n, block), jnp.float32))[0]
+    start = orthonormal(jax.random.normal(jax.random.key(0), (n, block), jnp.float32))
     unknown = SingularTriple(
         sigma=jnp.zeros(()),
         u=start[:, 0],

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.metrics.checks import all_finite, as_matrix, nan_unless, unit_scale
+from stabmon.metrics.lapack import orthonormal, singular_values
 
 # Products with WᵀW between orthogonalisations. Directions that fall below rounding in that time are
 # no rivals of σ₁.
@@ -52,26 +53,21 @@ def power_norm(w: ArrayLike, iterations: int = 32, tolerance: float = 1e-4) -> P
         raise ValueError(f"power_norm: expected iterations >= 1, got {iterations}")
     w = as_matrix(w, "power_norm")
     finite = all_finite(w)
-    w, scale = unit_scale(jnp.where(finite, w, jnp.zeros_like(w)))
-    n = w.shape[1]
-    start = jax.random.normal(jax.random.key(0), (n, min(4, n)), w.dtype)
+    w, largest = unit_scale(jnp.where(finite, w, jnp.zeros_like(w)))
+    length = jnp.linalg.norm(w)
+    w = w / jnp.where(length > 0, length, jnp.ones_like(length))
     product = lambda a, b: jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+    # The vectors iterate as rows: products then run along contiguous memory.
+    transposed = w.T
+    image = lambda rows: product(orthonormal(rows.T).T, transposed)
+    # With ‖W‖_F = 1, σ₁ is in [n^-½, 1]: a round neither overflows nor underflows.
+    multiply = lambda _, rows: product(product(rows, transposed), w)
+    one_round = lambda _, rows: jax.lax.fori_loop(1, _ROUND, multiply, product(image(rows), w))
+    largest_of = lambda rows: singular_values(image(rows))[0]
 
-    def multiply(_, basis):
-        # Re-scaled, since σ₁ to the eighth may overflow; each image is at most √(m n) at start.
-        return unit_scale(product(w.T, product(w, basis)))[0]
-
-    def body(_, carry):
-        basis, value, _ = carry
-        basis = jnp.linalg.qr(basis)[0]
-        image = product(w, basis)
-        gram = product(image.T, image)
-        sigma = jnp.sqrt(jnp.maximum(jnp.linalg.eigvalsh(gram)[-1], jnp.zeros((), w.dtype)))
-        basis = unit_scale(product(w.T, image))[0]
-        return jax.lax.fori_loop(1, _ROUND, multiply, basis), sigma, value
-
-    zero = jnp.zeros((), w.dtype)
-    rounds = 1 + -(-(iterations - 1) // _ROUND)
-    _, value, previous = jax.lax.fori_loop(0, rounds, body, (start, zero, zero))
+    n = w.shape[1]
+    start = jax.random.normal(jax.random.key(0), (min(4, n), n), w.dtype)
+    rows = jax.lax.fori_loop(1, -(-iterations // _ROUND), one_round, start)
+    previous, value = largest_of(rows), largest_of(one_round(0, rows))
     converged = jnp.abs(value - previous) <= tolerance * value
-    return PowerNorm(nan_unless(finite, value * scale), converged & finite)
+    return PowerNorm(nan_unless(finite, value * length * largest), converged & finite)

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.metrics.checks import as_matrix, nan_unless
+from stabmon.metrics.lapack import cholesky, singular_values, triangular_inverse
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -167,12 +168,12 @@ def triangular_factor(rows: Float[Array, "n m"]) -> Float[Array, "n n"]:
         lengths = jnp.sqrt(jnp.diag(gram))
         safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
         cosines = gram / (safe[:, None] * safe[None, :])
-        lower = jax.lax.linalg.cholesky(cosines + shift * identity, symmetrize_input=False)
+        lower = cholesky(cosines + shift * identity)
         return safe, lower, lengths[:, None] * lower
 
     lengths, lower, first = one_pass(rows)
-    inverse = jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
-    _, _, second = one_pass(product(inverse / lengths[None, :], rows))
+    inverse = triangular_inverse(lower) / lengths[None, :]
+    _, _, second = one_pass(product(inverse, rows))
     return product(second.T, first.T)
 
 
@@ -185,4 +186,4 @@ def _core_singular_values(core: Float[Array, "n n"]) -> Float[Array, " n"]:
     """Singular values of a small core; rescaled first, since Δ3 of a tiny dW underflows."""
     scale = jnp.max(jnp.abs(core))
     unit = core / jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    return jnp.linalg.svd(unit, compute_uv=False) * scale
+    return singular_values(unit) * scale

@@ -160,15 +160,15 @@ def test_missing_data_is_refused(tmp_path):
         train(tiny(tmp_path, data=tmp_path / "nowhere.txt"))
 
 
-def test_the_step_compiles_once_with_and_once_without_the_monitor(tmp_path):
+def test_the_step_compiles_once_for_each_combination_of_tiers(tmp_path):
     config = tiny(tmp_path)
-    init, step, _ = make_step(config.model, config.optimizer, config.monitor, config.fault)
+    init, step, watch = make_step(config.model, config.optimizer, config.monitor, config.fault)
     state, tokens = init(0), np.zeros((4, 17), np.int32)
     before = step._cache_size()
     for i in range(7):
-        state, readings, _ = step(state, tokens, np.float32(1), sampled=i % 5 == 0)
-        assert (readings is None) == (i % 5 != 0)
-    assert step._cache_size() - before <= 2
+        state, readings, _ = step(state, tokens, np.float32(1), due=watch.due(i))
+        assert (readings is None) == (watch.due(i) == ())
+    assert step._cache_size() - before == len({watch.due(i) for i in range(7)}) > 1
 
 
 def test_configuration_on_disk_tells_the_run(whole):

@@ -1,5 +1,7 @@
 """The monitor on a whole tree: right numbers, right times, a fixed structure."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,19 +60,77 @@ def run(monitor, tx, params, steps, plant=None):
 
 
 def test_each_tier_speaks_at_its_cadence_and_only_when_its_lag_is_full(params):
-    monitor, tx = make(params)
+    monitor, tx = make(params, lags=(5, 10))
     spoken = [{k.split("/")[0] for k in r.flatten()} for _, r in run(monitor, tx, params, 11)]
     assert spoken[0] == {"weights", "attention", "activations", "symptoms"}
     assert spoken[1] == {"symptoms"}
     assert spoken[2] == {"attention", "activations", "symptoms"}
     assert spoken[5] == {"delta5", "symptoms"}
     assert spoken[10] == {"delta5", "delta10", "attention", "activations", "symptoms"}
-    assert [monitor.due(i) for i in (0, 1, 5)] == [True, True, True]
+    assert [monitor.due(i) for i in (1, 5)] == [("symptoms",), ("delta", "symptoms")]
 
 
 def test_nothing_is_due_where_nothing_is_measured(params):
     monitor, _ = make(params, symptoms=0, activations=0)
-    assert [monitor.due(i) for i in (3, 4, 5)] == [False, True, True]
+    assert [monitor.due(i) for i in (3, 4, 5)] == [(), ("weights",), ("delta",)]
+
+
+def test_tiers_named_outside_of_jit_are_measured_and_no_others(params):
+    monitor, tx = make(params, lags=(5, 10))
+    steps = run(monitor, tx, params, 11)
+    now, under_conditionals = steps[9][0], steps[10][1].flatten()
+    state = tx.init(params)
+    for past, _ in [(params, None), *steps[:9]]:
+        _, state = tx.update(jax.tree.map(jnp.zeros_like, past), state, past)
+    outright = jax.jit(lambda p, s: monitor(10, p, s, due=("delta",)))(now, state).flatten()
+    expected = {k: v for k, v in under_conditionals.items() if k.startswith("delta")}
+    assert outright.keys() == expected.keys()
+    np.testing.assert_allclose([*outright.values()], [*expected.values()], rtol=1e-3, atol=1e-4)
+
+
+def test_a_lag_that_is_not_full_is_not_valid_though_named(params):
+    monitor, tx = make(params)
+    readings = jax.jit(lambda p, s: monitor(0, p, s, due=("delta",)))(params, tx.init(params))
+    assert readings.flatten() == {}
+
+
+def test_an_unknown_tier_is_refused(params):
+    monitor, tx = make(params)
+    with pytest.raises(ValueError, match=r"due: no tiers \['deltas'\]; some of \['router', 'delta'"):
+        monitor(0, params, tx.init(params), due=("deltas",))
+
+
+def test_lag_exponents_tell_drift_from_noise(params):
+    monitor, tx = make(params, lags=(5, 10), detail="full", include="lag_exponent")
+    noise = run(monitor, tx, params, 11)[10][1].flatten()
+    drift = run(monitor, tx, params, 11, plant=0.05 * jnp.ones((16, 4)))[10][1].flatten()
+    assert noise["delta10/global/query/lag_exponent/mean"] == pytest.approx(0.5, abs=0.2)
+    assert drift["delta10/layer_01/query/lag_exponent/max"] == pytest.approx(1.0, abs=0.02)
+    assert drift["delta10/layer_01/query/lag_exponent/worst_head"] == 2
+
+
+def test_no_decomposition_waits_for_the_pool_it_runs_on(params):
+    """A batched LAPACK call of JAX does; two at once can stop a CPU with two threads for ever."""
+    monitor, tx = make(params, detail="full", router=1)
+    capture = lambda p: apply(CONFIG, p, jnp.zeros((1, 8), jnp.int32), capture=True)[1]
+    measure = jax.jit(lambda p, s: monitor(0, p, s, lambda: capture(p), grads=p, updates=p))
+    text = measure.lower(params, tx.init(params)).compile().as_text()
+    calls = [line for line in text.splitlines() if 'custom_call_target="lapack_' in line]
+    shapes = [re.findall(r"f32\[([\d,]*)\]", line.split("custom-call(")[0])[0] for line in calls]
+    assert len(shapes) > 5
+    assert max(shape.count(",") for shape in shapes) == 1
+
+
+def test_depth_of_a_stacked_tree_does_not_grow_the_program():
+    sizes = []
+    for layers in (2, 24):
+        config = GPTConfig(layers=layers, model=32, heads=4, context=8)
+        params = jax.eval_shape(lambda c=config: init_params(c, 0))
+        monitor, tx = make(params, detail="full")
+        state = jax.eval_shape(tx.init, params)
+        measure = jax.jit(lambda p, s, m=monitor: m(0, p, s, grads=p, updates=p))
+        sizes.append(len(measure.lower(params, state).as_text().splitlines()))
+    assert sizes[1] <= 1.01 * sizes[0]
 
 
 def test_delta_equals_the_metric_of_the_right_head(params):
@@ -101,7 +161,7 @@ def test_delta_equals_the_metric_of_the_right_head(params):
 
 
 def test_a_planted_rank_one_drift_is_found_in_its_layer_and_head(params):
-    monitor, tx = make(params)
+    monitor, tx = make(params, lags=(5,))
     flat = run(monitor, tx, params, 6, plant=0.05 * jnp.ones((16, 4)))[5][1].flatten()
     assert flat["delta5/global/delta2/effective_rank/worst_layer"] == 1
     assert flat["delta5/global/delta2/effective_rank/worst_head"] == 2
