@@ -25,7 +25,7 @@ lint: $(VENV)/.installed
 check: lint test
 
 bench: $(VENV)/.installed
-	OPENBLAS_NUM_THREADS=$$(nproc) $(BIN)/python -m experiments.bench_metrics cores
+	$(BIN)/python -m experiments.bench_metrics cores
 	$(BIN)/python -m experiments.bench_metrics monitor
 	$(BIN)/python -m experiments.bench_msign
 

@@ -18,6 +18,7 @@ from experiments.checkpoints import TrainState
 from experiments.faults import AttentionFault
 from models.config import GPTConfig
 from models.gpt import apply, init_params
+from models.moe import auxiliary_loss
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class MonitorConfig:
     """Cadences of the monitor's tiers, and lags; see `stabmon.Monitor`."""
 
     lags: tuple[int, ...] | None = None
+    router: int = 10
     delta: int = 50
     activations: int = 50
     weights: int = 50
@@ -82,13 +84,29 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
             weight_decay=config.weight_decay,
             mask=lambda params: stabmon.selection(params, matrices),
         ),
-        optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk")),
+        optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk", "router")),
     )
 
 
 def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
     """Mean cross-entropy in nats per token; logits (B, T, V), targets (B, T)."""
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+
+
+def observe(
+    model: GPTConfig, params: Any, inputs: jax.Array, targets: jax.Array
+) -> dict[str, jax.Array]:
+    """What the monitors read of a forward pass of its own, over a few sequences.
+
+    With experts also the gradient of the loss with respect to their mean probabilities. Under jit
+    only what a tier that is due makes use of is computed.
+    """
+    seen = apply(model, params, inputs, capture=True)[1]
+    if model.experts:
+        probe = jnp.zeros((model.layers, model.experts))
+        loss = lambda probe: next_token_loss(apply(model, params, inputs, probe_LE=probe), targets)
+        seen["router_lm_gradient"] = jax.grad(loss)(probe)
+    return seen
 
 
 @lru_cache(maxsize=8)
@@ -109,13 +127,15 @@ def make_step(
     tx = make_optimizer(optimizer, layout)
     watch = stabmon.Monitor(
         layout,
-        router=0,
+        router=monitor.router if model.experts else 0,
         delta=monitor.delta,
         activations=monitor.activations,
         weights=monitor.weights,
         symptoms=monitor.symptoms,
         lags=monitor.lags,
         detail=monitor.detail,
+        top_k=model.top_k,
+        balance_weight=model.auxiliary_weight,
     )
 
     def init(seed: int) -> TrainState:
@@ -128,18 +148,25 @@ def make_step(
         if fault is not None:
             gate = fault.gate(state.step, model.layers) * armed
             options = {"gate_L": gate, "backward": fault}
-        loss, grads = jax.value_and_grad(
-            lambda params: next_token_loss(apply(model, params, inputs, **options), targets)
-        )(state.params)
+
+        def objective(params):
+            if not model.experts:
+                loss = next_token_loss(apply(model, params, inputs, **options), targets)
+                return loss, loss
+            logits, losses = apply(model, params, inputs, losses=True, **options)
+            loss = next_token_loss(logits, targets)
+            return loss + auxiliary_loss(model, losses), loss
+
+        grads, loss = jax.grad(objective, has_aux=True)(state.params)
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         readings = None
         if due != ():
-            # Intermediates come from a second, small forward pass, only where their tier is due.
+            few = monitor.sequences
             readings = watch(
                 state.step,
                 state.params,
                 state.opt_state,
-                lambda: apply(model, state.params, inputs[: monitor.sequences], capture=True)[1],
+                lambda: observe(model, state.params, inputs[:few], targets[:few]),
                 grads=grads,
                 updates=updates,
                 loss=loss,

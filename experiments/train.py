@@ -2,9 +2,9 @@
 
 One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled once
 for each combination of monitors that are due together, and without them for the other steps, which
-then cost nothing. What is measured leaves as data and is written while the next step already runs, so the
-device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume` continues
-it bit for bit.
+then cost nothing. What is measured leaves as data and is written while the next step already runs,
+so the device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume`
+continues it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume

@@ -71,18 +71,21 @@ def attention(
     return o_BTNH[..., :value_width]
 
 
-def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Entropy and largest logit of each head's causal attention.
+def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> dict[str, jax.Array]:
+    """What monitors read of each head's causal attention.
 
     Entropy is lse − Σ_s P_s S_s, in nats, averaged over batch and query positions: 0 where every
-    query looks at one key, mean_t ln(t + 1) where attention is uniform.
+    query looks at one key, mean_t ln(t + 1) where attention is uniform. The sink mass is the mean
+    probability of the first key. A row has a repeated maximum if two of its logits that round to
+    the largest in bfloat16 are the same there.
 
     Args:
       q_BTNH: queries, as they enter `attention`.
       k_BSKH: keys, likewise.
 
     Returns:
-      entropy_N and max_logit_N, float32; the logits are those after scaling and masking.
+      "attention_entropy", "max_attention_logit", "sink_mass" and "repeated_maximum", the number of
+      such rows, each (N,), float32; the logits are those after scaling and masking.
     """
     logits_BKGTS = causal_logits(q_BTNH, k_BSKH)
     lse_BKGT = jax.nn.logsumexp(logits_BKGTS, axis=-1)
@@ -91,10 +94,15 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> tuple[jax.Arra
     seen = jnp.where(jnp.isneginf(logits_BKGTS), 0.0, logits_BKGTS)
     entropy_BKGT = lse_BKGT - jnp.sum(p_BKGTS * seen, axis=-1)
     heads = q_BTNH.shape[2]
-    return (
-        jnp.mean(entropy_BKGT, axis=(0, 3)).reshape(heads),
-        jnp.max(logits_BKGTS, axis=(0, 3, 4)).reshape(heads),
-    )
+    coarse_BKGTS = logits_BKGTS.astype(jnp.bfloat16)
+    top_BKGTS = coarse_BKGTS == jnp.max(coarse_BKGTS, axis=-1, keepdims=True)
+    repeated_BKGT = (jnp.sum(top_BKGTS, axis=-1) > 1).astype(jnp.float32)
+    return {
+        "attention_entropy": jnp.mean(entropy_BKGT, axis=(0, 3)).reshape(heads),
+        "max_attention_logit": jnp.max(logits_BKGTS, axis=(0, 3, 4)).reshape(heads),
+        "sink_mass": jnp.mean(p_BKGTS[..., 0], axis=(0, 3)).reshape(heads),
+        "repeated_maximum": jnp.sum(repeated_BKGT, axis=(0, 3)).reshape(heads),
+    }
 
 
 class Attention(nnx.Module):
@@ -128,8 +136,7 @@ class Attention(nnx.Module):
         if self.config.positions == "rope":
             q_BTNH, k_BSKH = rope(q_BTNH), rope(k_BSKH)
         if capture:
-            entropy_N, max_logit_N = attention_statistics(q_BTNH, k_BSKH)
-            captured |= {"attention_entropy": entropy_N, "max_attention_logit": max_logit_N}
+            captured |= attention_statistics(q_BTNH, k_BSKH)
         o_BTNH = attention(
             q_BTNH,
             k_BSKH,

@@ -32,6 +32,7 @@ class Block(nnx.Module):
         *,
         gate: jax.Array | None = None,
         backward: Backward | None = None,
+        probe_E: jax.Array | None = None,
         losses: bool = False,
         capture: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
@@ -44,7 +45,9 @@ class Block(nnx.Module):
         if self.mlp is not None:
             x_BTD = x_BTD + self.mlp(normed_BTD)
         if self.moe is not None:
-            routed_BTD, lost, routing = self.moe(normed_BTD, losses=losses, capture=capture)
+            routed_BTD, lost, routing = self.moe(
+                normed_BTD, probe_E=probe_E, losses=losses, capture=capture
+            )
             x_BTD = x_BTD + routed_BTD
             captured |= routing
         if capture:

@@ -78,6 +78,7 @@ class GPT(nnx.Module):
         *,
         gate_L: jax.Array | None = None,
         backward: Backward | None = None,
+        probe_LE: jax.Array | None = None,
         losses: bool = False,
         capture: bool = False,
     ) -> Any:
@@ -88,6 +89,8 @@ class GPT(nnx.Module):
             the logits of its whole sequence into NaN.
           gate_L: float32 gate of each layer, handed to `backward`. None: all 1.
           backward: change to the attention's backward pass; see `attention.flash_attention`.
+          probe_LE: zeros, added to the routers' probabilities: the loss's gradient with respect to
+            it is that with respect to the mean expert probabilities. With experts only.
           losses: whether to return the routers' losses too, for `moe.auxiliary_loss`.
           capture: whether to return intermediates too. What is not asked for is not computed.
 
@@ -100,6 +103,8 @@ class GPT(nnx.Module):
           Intermediates: a dict of arrays stacked over layers, outside the gradient:
           "attention_entropy" (L, N), mean over batch and query positions, nats;
           "max_attention_logit" (L, N), of the scaled causal logits;
+          "sink_mass" (L, N), mean probability of the first key;
+          "repeated_maximum" (L, N), rows whose largest logit, in bfloat16, comes twice;
           "residual" (L, B, T, D), the stream after each block;
           "query" (L, B, T, N, H) and "value" (L, B, T, K, H), outputs of the projections, with
           "mla" those of q_up and v_up; with experts also
@@ -122,6 +127,11 @@ class GPT(nnx.Module):
             raise ValueError(
                 f"gate_L has shape {gate_L.shape}; write one gate per layer, ({config.layers},)."
             )
+        if probe_LE is not None and probe_LE.shape != (config.layers, config.experts):
+            raise ValueError(
+                f"probe_LE has shape {probe_LE.shape}; write zeros "
+                f"({config.layers}, {config.experts}), with experts."
+            )
         x_BTD = self.embed.embedding[...].at[tokens_BT].get(mode="fill").astype(config.dtype)
         if self.positions is not None:
             position_TD = self.positions.embedding[...][: tokens_BT.shape[1]]
@@ -130,14 +140,21 @@ class GPT(nnx.Module):
         graphdef, stacked = nnx.split(self.layers)
 
         def step(x_BTD: jax.Array, layer: Any) -> tuple[jax.Array, Any]:
-            block_state, gate = layer
+            block_state, gate, probe_E = layer
             block = nnx.merge(graphdef, block_state)
             x_BTD, lost, captured = block(
-                x_BTD, gate=gate, backward=backward, losses=losses, capture=capture
+                x_BTD,
+                gate=gate,
+                backward=backward,
+                probe_E=probe_E,
+                losses=losses,
+                capture=capture,
             )
             return x_BTD, (lost, captured)
 
-        x_BTD, (lost, captured) = jax.lax.scan(step, x_BTD, (stacked, gate_L), unroll=config.unroll)
+        x_BTD, (lost, captured) = jax.lax.scan(
+            step, x_BTD, (stacked, gate_L, probe_LE), unroll=config.unroll
+        )
         returned: list[Any] = [self._logits(self.norm(x_BTD))]
         if losses and not config.experts:
             lost = {name: jnp.zeros(config.layers, jnp.float32) for name in ("balance", "z")}
@@ -185,7 +202,7 @@ def apply(config: GPTConfig, params: dict[str, Any], tokens_BT: jax.Array, **opt
       config: the model; static under jit.
       params: a tree as from `init_params`.
       tokens_BT: integer token ids.
-      **options: `gate_L`, `backward`, `losses`, `capture` of `GPT.__call__`.
+      **options: `gate_L`, `backward`, `probe_LE`, `losses`, `capture` of `GPT.__call__`.
 
     Returns:
       What `GPT.__call__` returns.

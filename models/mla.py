@@ -72,8 +72,7 @@ class LatentAttention(nnx.Module):
             q_BTNH = jnp.concatenate([q_BTNH, q_BTNP], axis=-1)
             k_BSNH = jnp.concatenate([k_BSNH, k_BSNP], axis=-1)
         if capture:
-            entropy_N, max_logit_N = attention_statistics(q_BTNH, k_BSNH)
-            captured |= {"attention_entropy": entropy_N, "max_attention_logit": max_logit_N}
+            captured |= attention_statistics(q_BTNH, k_BSNH)
         o_BTNH = attention(
             q_BTNH,
             k_BSNH,

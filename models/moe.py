@@ -38,13 +38,16 @@ class Plan(NamedTuple):
     rows: int
 
 
-def route(logits_BTE: jax.Array, top_k: int, norm: bool) -> tuple[jax.Array, jax.Array]:
+def route(
+    logits_BTE: jax.Array, top_k: int, norm: bool, probe_E: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
     """The J experts of each token and their gate weights.
 
     Args:
       logits_BTE: router logits.
       top_k: J.
       norm: whether the weights are divided by their sum over J.
+      probe_E: zeros added to all probabilities, to differentiate by; None: none.
 
     Returns:
       weight_BTJ, softmax over all E at the chosen experts, float32; choice_BTJ, their numbers, by
@@ -55,6 +58,8 @@ def route(logits_BTE: jax.Array, top_k: int, norm: bool) -> tuple[jax.Array, jax
     ([[[0.5, 0.4]]], [[[0, 2]]])
     """
     p_BTE = jax.nn.softmax(logits_BTE.astype(jnp.float32), axis=-1)
+    if probe_E is not None:
+        p_BTE = p_BTE + probe_E[None, None]
     weight_BTJ, choice_BTJ = jax.lax.top_k(p_BTE, top_k)
     if norm:
         weight_BTJ = weight_BTJ / jnp.sum(weight_BTJ, axis=-1, keepdims=True)
@@ -203,12 +208,17 @@ class MoE(nnx.Module):
         self.shared = MLP(config, config.shared_experts * f) if config.shared_experts else None
 
     def __call__(
-        self, x_BTD: jax.Array, *, losses: bool = False, capture: bool = False
+        self,
+        x_BTD: jax.Array,
+        *,
+        probe_E: jax.Array | None = None,
+        losses: bool = False,
+        capture: bool = False,
     ) -> tuple[jax.Array, dict[str, jax.Array], dict[str, jax.Array]]:
         """Applies the layer; also `balance` and `z`, and what monitors read, where asked for."""
         config = self.config
         logits_BTE = self.router(x_BTD)
-        weight_BTJ, choice_BTJ = route(logits_BTE, config.top_k, config.norm_top_k)
+        weight_BTJ, choice_BTJ = route(logits_BTE, config.top_k, config.norm_top_k, probe_E)
         if config.capacity_factor is None:
             plan = plan_dropless(choice_BTJ, config.experts)
         else:

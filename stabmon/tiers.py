@@ -309,4 +309,3 @@ def squares_by_leaf(tree: PyTree) -> Float[Array, " leaves"]:
     """Σx² of each leaf in float32, in one pass; not finite where an entry is not, or overflows."""
     wide = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
     return jnp.stack([jnp.sum(jnp.square(x)) for x in wide])
-

@@ -66,10 +66,11 @@ def cholesky(w: jax.Array) -> jax.Array:
 
 
 @one_at_a_time
-def triangular_inverse(lower: jax.Array) -> jax.Array:
-    """Inverse of a lower-triangular matrix (n, n)."""
-    identity = jnp.eye(lower.shape[0], dtype=lower.dtype)
-    return jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+def cholesky_with_inverse(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """L as from `cholesky`, and L⁻¹."""
+    lower = jax.lax.linalg.cholesky(w, symmetrize_input=False)
+    identity = jnp.eye(w.shape[0], dtype=w.dtype)
+    return lower, jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
 
 
 @one_at_a_time

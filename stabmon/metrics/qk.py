@@ -20,7 +20,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.metrics.checks import as_matrix, nan_unless
-from stabmon.metrics.lapack import cholesky, singular_values, triangular_inverse
+from stabmon.metrics.lapack import cholesky, cholesky_with_inverse, singular_values
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -163,18 +163,17 @@ def triangular_factor(rows: Float[Array, "n m"]) -> Float[Array, "n n"]:
     identity = jnp.eye(n, dtype=rows.dtype)
     shift = n * jnp.finfo(rows.dtype).eps
 
-    def one_pass(rows):
+    def cosines(rows):
         gram = product(rows, rows.T)
         lengths = jnp.sqrt(jnp.diag(gram))
         safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
-        cosines = gram / (safe[:, None] * safe[None, :])
-        lower = cholesky(cosines + shift * identity)
-        return safe, lower, lengths[:, None] * lower
+        return lengths, safe, gram / (safe[:, None] * safe[None, :]) + shift * identity
 
-    lengths, lower, first = one_pass(rows)
-    inverse = triangular_inverse(lower) / lengths[None, :]
-    _, _, second = one_pass(product(inverse, rows))
-    return product(second.T, first.T)
+    lengths, safe, gram = cosines(rows)
+    first, inverse = cholesky_with_inverse(gram)
+    again, _, gram = cosines(product(inverse / safe[None, :], rows))
+    second = cholesky(gram)
+    return product((again[:, None] * second).T, (lengths[:, None] * first).T)
 
 
 def product(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:

@@ -155,6 +155,31 @@ def test_the_matched_clean_run_is_a_run_without_the_fault(whole, tmp_path):
     assert read_jsonl(clean.folder / "faults.jsonl") == []
 
 
+def test_a_mixture_of_experts_is_watched(tmp_path):
+    model = GPTConfig(layers=1, model=16, heads=2, context=16, experts=4)
+    watch = MonitorConfig(router=10, delta=10, activations=0, weights=0, symptoms=0, detail="full")
+    result = train(tiny(tmp_path, model=model, fault=None, monitor=watch, steps=11))
+    (*_, last) = (sample["values"] for sample in read_jsonl(result.folder / "metrics.jsonl"))
+    assert 0 < last["router/layer_00/entropy/value"] <= np.log(4) + 1e-6
+    assert last["router/layer_00/balance_ratio/value"] > 0
+    assert "delta10/global/router/modes/mean" in last
+
+
+def test_a_mixture_of_experts_trains_with_its_auxiliary_loss():
+    def router_after_one_step(weight):
+        model = GPTConfig(layers=1, model=16, heads=2, context=8, experts=4)
+        model = dataclasses.replace(model, auxiliary_weight=weight)
+        optimizer = OptimizerConfig(warmup=1, every=1, keep=1)
+        init, step, _ = make_step(model, optimizer, MonitorConfig(), None)
+        state, _, loss = step(init(0), np.zeros((2, 9), np.int32), np.float32(0), due=())
+        state, _, _ = step(state, np.zeros((2, 9), np.int32), np.float32(0), due=())
+        return float(loss), np.asarray(state.params["layers"]["moe"]["router"]["kernel"])
+
+    (loss, balanced), (same, free) = router_after_one_step(10.0), router_after_one_step(0.0)
+    assert loss == same  # the loss reported is the language model's alone
+    assert np.max(np.abs(balanced - free)) > 1e-5
+
+
 def test_missing_data_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         train(tiny(tmp_path, data=tmp_path / "nowhere.txt"))

@@ -3,6 +3,7 @@
 Knows the parameter tree and the formulas; shares no code with `models`.
 """
 
+import ml_dtypes
 import numpy as np
 
 
@@ -44,6 +45,16 @@ def head_attention(q, k, v):
             entropies.append(-np.sum(p * np.log(p)))
             logits.append(row.max())
     return out, probabilities, np.mean(entropies), max(logits)
+
+
+def rows_with_repeated_maximum(q, k):
+    """Causal rows of one head whose largest logit, rounded to bfloat16, is there twice."""
+    rows = [
+        (k[i, : j + 1] @ q[i, j] / np.sqrt(q.shape[2])).astype(ml_dtypes.bfloat16)
+        for i in range(q.shape[0])
+        for j in range(q.shape[1])
+    ]
+    return sum(float(np.sum(row == row.max()) > 1) for row in rows)
 
 
 def gpt(config, params, tokens):
@@ -118,15 +129,19 @@ def latent_attention(config, params, y):
 
 def attended(heads, o, q, v):
     """The sum of all heads' outputs, and the intermediates."""
-    update, entropy, max_logit = 0, [], []
+    update, entropy, max_logit, sink, repeated = 0, [], [], [], []
     for n, (q_n, k_n, v_n) in enumerate(heads):
-        out, _, entropy_n, max_n = head_attention(q_n, k_n, v_n)
+        out, p, entropy_n, max_n = head_attention(q_n, k_n, v_n)
         update = update + out @ o[n]
         entropy.append(entropy_n)
         max_logit.append(max_n)
+        sink.append(p[..., 0].mean())
+        repeated.append(rows_with_repeated_maximum(q_n, k_n))
     return update, {
         "attention_entropy": np.array(entropy),
         "max_attention_logit": np.array(max_logit),
+        "sink_mass": np.array(sink),
+        "repeated_maximum": np.array(repeated),
         "query": q,
         "value": v,
     }

@@ -168,7 +168,8 @@ def test_vmap_over_a_batch_of_gates():
 
 def test_statistics():
     q, k, v, _ = draw(10)
-    entropy, max_logit = statistics(3 * q, k)
+    got = statistics(3 * q, k)
+    entropy, max_logit = got["attention_entropy"], got["max_attention_logit"]
     expected = [oracle.head_attention(*head)[2:] for head in heads(3 * q, k, v)]
     np.testing.assert_allclose(entropy, [e for e, _ in expected], rtol=1e-5)
     np.testing.assert_allclose(max_logit, [m for _, m in expected], rtol=1e-6)
@@ -176,7 +177,10 @@ def test_statistics():
 
 def test_statistics_of_uniform_attention():
     q, k, _, _ = draw(11)
-    entropy, max_logit = statistics(0 * q, k)
+    got = statistics(0 * q, k)
+    entropy, max_logit = got["attention_entropy"], got["max_attention_logit"]
+    np.testing.assert_allclose(got["sink_mass"], np.full(N, (1 / np.arange(1, T + 1)).mean()), 1e-6)
+    np.testing.assert_array_equal(got["repeated_maximum"], np.full(N, B * (T - 1)))
     np.testing.assert_allclose(entropy, np.full(N, np.log(np.arange(1, T + 1)).mean()), rtol=1e-6)
     np.testing.assert_array_equal(max_logit, np.zeros(N))
 
@@ -185,14 +189,23 @@ def test_statistics_of_one_bad_head_are_nan_for_that_head():
     q, k, _, _ = draw(12)
     q = np.array(q)
     q[0, 3, 1, 0] = np.nan
-    entropy, max_logit = statistics(q, k)
+    got = statistics(q, k)
+    entropy, max_logit = got["attention_entropy"], got["max_attention_logit"]
     np.testing.assert_array_equal(np.isnan(entropy), [False, True, False, False])
     np.testing.assert_array_equal(np.isnan(max_logit), [False, True, False, False])
 
 
 def test_statistics_of_bfloat16_are_float32():
     q, k, *_ = draw(13, dtype=jnp.bfloat16)
-    assert {x.dtype for x in jax.eval_shape(attention_statistics, q, k)} == {jnp.dtype("float32")}
+    shapes = jax.eval_shape(attention_statistics, q, k).values()
+    assert {x.dtype for x in shapes} == {jnp.dtype("float32")}
+
+
+def test_repeated_maxima_are_those_of_bfloat16():
+    q = jnp.ones((1, 3, 1, 1))
+    keys = jnp.array([1.0, 1.0 + 2**-9, 2.0])  # the second rounds to the first
+    got = attention_statistics(q, keys.reshape(1, 3, 1, 1))
+    assert got["repeated_maximum"].item() == 1
 
 
 def test_hook_with_the_plain_backend():

@@ -132,12 +132,28 @@ def test_without_capture_the_program_has_nothing_extra():
     )
     bare, full = trace(False).jaxpr, trace(True).jaxpr
     assert len(bare.outvars) == 1
-    assert len(full.outvars) == 6
+    assert len(full.outvars) == 8
     (scan,) = (e for e in equations(bare) if e.primitive.name == "scan")
     assert len(scan.outvars) == 1
     count = lambda jaxpr: sum(e.primitive.name == "exp" for e in equations(jaxpr))
     assert count(bare) == 1
     assert count(full) > 1
+
+
+def test_gradient_of_the_probe_is_that_of_the_mean_probabilities():
+    """Shifting every token's probability of one expert alike moves their mean by as much."""
+    params, shape = lively(ROUTED), (ROUTED.layers, ROUTED.experts)
+    total = lambda probe: jnp.sum(apply(ROUTED, params, TOKENS, probe_LE=probe) ** 2)
+    run, gradient = quick_jit(total), quick_jit(jax.grad(total))(jnp.zeros(shape))
+    assert gradient.shape == shape
+    step = 1e-3 * jnp.eye(ROUTED.experts)[1][None] * jnp.array([[0.0], [1.0]])
+    slope = (run(step) - run(-step)) / 2e-3
+    np.testing.assert_allclose(gradient[1, 1], slope, rtol=2e-2, atol=1e-2)
+
+
+def test_a_probe_of_another_shape_is_refused():
+    with pytest.raises(ValueError, match=r"probe_LE has shape \(3, 3\); write zeros"):
+        apply(ROUTED, abstract(ROUTED), TOKENS, probe_LE=jnp.zeros((3, 3)))
 
 
 def test_router_losses_are_computed_on_request():
@@ -149,7 +165,7 @@ def test_router_losses_are_computed_on_request():
 
     assert counts() == (1, 1)
     assert counts(losses=True) == (3, 2)
-    assert counts(losses=True, capture=True) == (11, 3)
+    assert counts(losses=True, capture=True) == (13, 3)
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import optax_ext
 import stabmon
 from models.config import GPTConfig
 from models.gpt import apply, init_params
+from stabmon.metrics.expert_load import balance_gradient_ratio
 from stabmon.metrics.jacobian import jacobian_alignment
 
 CONFIG = GPTConfig(layers=2, model=16, heads=4, kv_heads=2, context=8, vocabulary=32)
@@ -96,7 +97,9 @@ def test_a_lag_that_is_not_full_is_not_valid_though_named(params):
 
 def test_an_unknown_tier_is_refused(params):
     monitor, tx = make(params)
-    with pytest.raises(ValueError, match=r"due: no tiers \['deltas'\]; some of \['router', 'delta'"):
+    with pytest.raises(
+        ValueError, match=r"due: no tiers \['deltas'\]; some of \['router', 'delta'"
+    ):
         monitor(0, params, tx.init(params), due=("deltas",))
 
 
@@ -184,6 +187,32 @@ def test_weights_and_symptoms_equal_numpy(params):
         flat["symptoms/global/update_norm/value"],
         0.5 * flat["symptoms/global/grad_norm/value"],
         rtol=1e-5,
+    )
+
+
+def test_weights_are_measured_as_they_are_stored():
+    """Factors of latent attention one by one; equal shapes share a batch and are not mixed up."""
+    config = GPTConfig(layers=2, model=16, heads=4, attention="mla", context=8, experts=2)
+    params = init_params(config, 0)
+    monitor = stabmon.Monitor(stabmon.find_layout(params), delta=0, weights=1, detail="full")
+    flat = jax.jit(lambda p: monitor(0, p, (), due=("weights",)))(params).flatten()
+    attn, moe = params["layers"]["attn"], params["layers"]["moe"]
+    stored = {
+        "q_up/stable_rank/value": attn["q_up"]["kernel"][1].reshape(8, 16),
+        "k_up/stable_rank/value": attn["k_up"]["kernel"][1].reshape(4, 16),
+        "o/stable_rank/value": attn["o"]["kernel"][1].reshape(16, 16),
+        "kv_down/stable_rank/value": attn["kv_down"]["kernel"][1],
+        "expert_up/stable_rank/mean": moe["up"]["kernel"][1],
+        "expert_down/stable_rank/mean": moe["down"]["kernel"][1],
+    }
+    for key, w in stored.items():
+        sigma = np.linalg.svd(np.asarray(w, np.float64), compute_uv=False)
+        rank = np.mean((sigma**2).sum(-1) / sigma[..., 0] ** 2)
+        np.testing.assert_allclose(flat[f"weights/layer_01/{key}"], rank, rtol=2e-3, err_msg=key)
+    gaussian = stabmon.gaussian_stable_rank(8, 16)
+    q_up = flat["weights/layer_01/q_up/stable_rank/value"]
+    assert flat["weights/layer_01/q_up/relative_stable_rank/value"] == pytest.approx(
+        q_up / gaussian
     )
 
 
@@ -306,7 +335,9 @@ def test_router_and_activation_tiers_equal_their_metrics():
     )
     logits = jax.random.normal(keys[1], (2, 2, 8, 4))
     residual = jax.random.normal(keys[2], (2, 2, 8, 16))
-    seen = {"router_logits": logits, "residual": residual}
+    seen = {"router_logits": logits, "residual": residual, "dropped": jnp.array([0.0, 0.25])}
+    seen["router_lm_gradient"] = jnp.array([[0.3, 0.4, 0.0, 0.0]] * 2)
+    seen["attention_entropy"] = jnp.array([[0.1, 2.0], [3.0, 2.0]])
     flat = jax.jit(lambda: monitor(0, params, (), seen))().flatten()
     close = lambda key, value: np.testing.assert_allclose(flat[key], value, rtol=1e-5, atol=1e-6)
     close("router/layer_01/similarity/value", stabmon.router_similarity(router[1].T))
@@ -314,4 +345,9 @@ def test_router_and_activation_tiers_equal_their_metrics():
     close("router/layer_00/max_violation/value", stabmon.expert_load(logits[0], 2).max_violation)
     close("activations/layer_01/rank_ratio/value", stabmon.rank_ratio(residual[1]))
     close("activations/layer_00/rank_ratio_back/value", stabmon.rank_ratio(residual[0][:, 4:]))
+    ratio = balance_gradient_ratio(logits[1], 2, jnp.array([0.3, 0.4, 0.0, 0.0]), 1e-2)
+    close("router/layer_01/balance_ratio/value", ratio)
+    close("router/global/dropped/max", 0.25)
+    close("attention/layer_00/sharp_heads/value", 0.5)
+    close("attention/global/sharp_heads/mean", 0.25)
     assert -1 <= flat["activations/global/layer_correlation/max"] <= 1
