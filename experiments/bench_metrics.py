@@ -103,7 +103,7 @@ def core_rows(config: Config) -> Iterator[Row]:
             arrays = head(size, width, 1e-3, rank)
             run = lambda f, arrays=arrays: _call(jax.jit(f), arrays)
             ways = {"core": core_delta2, "Householder": householder_delta2, "Gram": gram_delta2}
-            times = interleaved({name: run(f) for name, f in ways.items()}, 9)
+            times = interleaved({name: run(f) for name, f in ways.items()}, 31)
             full = interleaved({"full": run(full_delta2)}, 1 if size > 2048 else 3)["full"]
             ratio = {name: full / seconds for name, seconds in times.items()}
             others = ", ".join(f"{name} {ratio[name]:.0f}×" for name in ("Householder", "Gram"))
@@ -218,19 +218,26 @@ def monitor_rows(config: Config) -> Iterator[Row]:
                 seconds[plan].setdefault(kind, []).append(time.perf_counter() - start)
     base = float(np.median([x for times in seconds["without"].values() for x in times]))
     names = {"with": "one program, lax.cond", "due": "a program for each combination"}
+    targets = {"with": ("", ""), "due": ("≤ 0.5 %", "≤ 1 %")}
     for plan, name in names.items():
         median = {kind: float(np.median(x)) / base for kind, x in seconds[plan].items()}
         count = {kind: len(x) for kind, x in seconds[plan].items()}
         share = median[()] - 1
-        yield Row(f"monitor, unsampled step, {name}", "≤ 0.5 %", f"{share:+.2%}", share <= 5e-3)
+        wanted = plan == "due"  # what the training loop does
+        yield Row(
+            f"monitor, unsampled step, {name}",
+            targets[plan][0],
+            f"{share:+.2%}",
+            share <= 5e-3 if wanted else None,
+        )
         amortised = sum(count[kind] * median[kind] for kind in count) / sum(count.values()) - 1
         kinds = sorted((kind for kind in count if kind), key=len)
         detail = ", ".join(f"{'+'.join(kind)} {median[kind]:.2f}" for kind in kinds)
         yield Row(
             f"monitor, amortised at default cadence, {name}",
-            "≤ 1 %",
+            targets[plan][1],
             f"{amortised:+.2%} (in steps: {detail})",
-            amortised <= 1e-2,
+            amortised <= 1e-2 if wanted else None,
         )
 
 
