@@ -22,8 +22,20 @@ from models.moe import auxiliary_loss
 
 
 @dataclass(frozen=True)
+class MsignConfig:
+    """Options of `optax_ext.msign`, by the same names."""
+
+    period: int = 100
+    select: tuple[str, ...] = ("attention",)
+    method: Literal["auto", "svd", "polar", "newton_schulz"] = "auto"
+    stagger: bool = False
+    trigger: float | None = None
+    blend: float = 1.0
+
+
+@dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up, and the snapshot ring behind it.
+    """AdamW with warm-up, what may follow it, and the snapshot ring behind both.
 
     Attributes:
         learning_rate: Peak learning rate.
@@ -33,8 +45,10 @@ class OptimizerConfig:
         beta2: Decay of the second moment.
         weight_decay: On block matrices only.
         clip: Global gradient norm; None: no clipping.
-        every: Steps between snapshots of the query and key matrices.
+        every: Steps between snapshots of the query and key matrices, and the router.
         keep: Snapshots kept.
+        control: Whether the learning rate can be scaled while the run goes on.
+        msign: Periodic matrix-sign restoration; None: none.
     """
 
     learning_rate: float = 1e-3
@@ -46,6 +60,8 @@ class OptimizerConfig:
     clip: float | None = None
     every: int = 50
     keep: int = 4
+    control: bool = False
+    msign: MsignConfig | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +79,7 @@ class MonitorConfig:
 
 
 def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
-    """The chain: clip → AdamW → snapshot ring."""
+    """The chain: clip → AdamW → learning-rate factor → MSign → snapshot ring."""
     decay_steps = {
         "constant": lambda peak: optax.constant_schedule(peak),
         "linear": lambda peak: optax.linear_schedule(peak, peak / 10, 10 * config.warmup),
@@ -84,7 +100,24 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
             weight_decay=config.weight_decay,
             mask=lambda params: stabmon.selection(params, matrices),
         ),
+        optax_ext.scale_by_control() if config.control else optax.identity(),
+        make_msign(config.msign, layout),
         optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk", "router")),
+    )
+
+
+def make_msign(config: MsignConfig | None, layout: stabmon.Layout) -> Any:
+    """`optax_ext.msign` as configured, or a transform that does nothing."""
+    if config is None:
+        return optax.identity()
+    return optax_ext.msign(
+        config.period,
+        config.select,
+        config.method,
+        config.stagger,
+        layout=layout,
+        trigger=config.trigger,
+        blend=config.blend,
     )
 
 

@@ -34,6 +34,7 @@ from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
 from stabmon.output.runlog import RunLog, load_run
 
+_LATER = {"optimizer": ("control", "msign"), "monitor": ("router",)}
 HELD_OUT = "evaluation/global/loss/value"
 
 
@@ -186,9 +187,18 @@ def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
 
 
 def _identity(config: Config) -> dict[str, Any]:
-    """What makes the run what it is: everything but where it lies and how it is shown."""
+    """What makes the run what it is: everything but where it lies and how it is shown.
+
+    Of options that came in later, only those that are used: older runs stay what they are.
+    """
     skipped = ("name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference")
-    return {k: v for k, v in asdict(config).items() if k not in skipped}
+    whole = {k: v for k, v in asdict(config).items() if k not in skipped}
+    for group, options in _LATER.items():
+        default = asdict(getattr(Config(), group))
+        for name in options:
+            if whole[group][name] == default[name]:
+                del whole[group][name]
+    return whole
 
 
 @contextmanager

@@ -69,6 +69,13 @@ def msign(
     Place in the chain: last, but for `track_delta`. Inside `optax.MultiSteps` steps are counted by
     applied updates (the restoration is then computed at each micro-step of a due step, and one is
     used); after a transform that emits zero updates while it waits, set `skip_idle`.
+    Under jit a step is told from the next by a conditional, and XLA then keeps the updates of all
+    selected matrices apart from what comes after, a few per cent of a very short step. To spare
+    that too, say outside of jit which steps are due: `tx.update(…, msign_due=…)` takes a Python
+    bool, so make it a static argument of the train step,
+    `msign_due=(step + 1) % period == 0` where `step` counts the updates applied before. A step
+    that is not due then compiles to the base optimizer.
+
     Inside `optax.inject_hyperparams`, give static_args=("period", "select", "method", "layout",
     "max_gain"); `blend` and `trigger` may be schedules.
 
@@ -126,13 +133,16 @@ def msign(
         kinds = (jnp.int32, jnp.float32, jnp.float32, jnp.int32, jnp.float32, jnp.bool_)
         return MsignState(jnp.zeros((), jnp.int32), *(jnp.zeros(count, kind) for kind in kinds))
 
-    def update_fn(updates, state, params=None, **extra_args):
+    def update_fn(updates, state, params=None, *, msign_due=None, **extra_args):
         del extra_args
+        _check_due(msign_due, stagger, skip_idle)
         if params is None:
             raise ValueError(
                 "msign rewrites updates from the parameters; call update(updates, state, params)"
             )
         views = find_matrices(params, select, layout, per_head)
+        if msign_due is False:
+            return updates, state._replace(msign_step=optax.safe_increment(state.msign_step))
         leaves, structure = jax.tree.flatten(updates)
         weights = structure.flatten_up_to(params)
         held = {view.index: leaves[view.index] for view in views}
@@ -142,7 +152,8 @@ def msign(
         if skip_idle:
             counted = jnp.any(jnp.stack([jnp.any(u != 0) for u in held.values()]))
         step = jnp.where(counted, optax.safe_increment(state.msign_step), state.msign_step)
-        treat = functools.partial(staggered if stagger else together, groups, rule, period)
+        each = 1 if msign_due else period
+        treat = functools.partial(staggered if stagger else together, groups, rule, each)
         record = Record(*state[1:])
         held, record = _in_auto_mode(treat, (held, record))(step, counted, held, base, record)
         for i, leaf in held.items():
@@ -177,6 +188,20 @@ def _in_auto_mode(f: Callable, like: PyTree) -> Callable:
         return f
     shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
     return jax.sharding.auto_axes(f, out_sharding=shardings)
+
+
+def _check_due(due: object, stagger: bool, skip_idle: bool) -> None:
+    """Raises ValueError unless `due` can be acted on."""
+    if due is not None and not isinstance(due, bool):
+        raise ValueError(
+            f"msign: expected msign_due to be a Python bool, got {due!r}; make it a static "
+            "argument of the jitted step, or leave it out"
+        )
+    if due is not None and (stagger or skip_idle):
+        raise ValueError(
+            "msign: msign_due names the steps at which all matrices are due; leave it out with "
+            "stagger or skip_idle"
+        )
 
 
 def _check(period: object, method: object, trigger: object, blend: object, gain: object) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from experiments.checkpoints import Checkpoints
 from experiments.faults import AttentionFault
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.step import MonitorConfig, MsignConfig, OptimizerConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.alarms.reference import Band, Reference
@@ -178,6 +178,17 @@ def test_a_mixture_of_experts_trains_with_its_auxiliary_loss():
     (loss, balanced), (same, free) = router_after_one_step(10.0), router_after_one_step(0.0)
     assert loss == same  # the loss reported is the language model's alone
     assert np.max(np.abs(balanced - free)) > 1e-5
+
+
+def test_msign_in_the_chain_restores_the_attention_matrices(tmp_path):
+    msign = MsignConfig(period=5)
+    config = tiny(tmp_path, fault=None, steps=11)
+    optimizer = dataclasses.replace(config.optimizer, msign=msign, control=True)
+    config = dataclasses.replace(config, optimizer=optimizer)
+    result = train(config)
+    _, ranks = load_run(result.folder).metrics["weights/global/q/stable_rank/mean"]
+    full = config.model.model
+    assert ranks[0] < 0.6 * full < 0.95 * full < ranks[1]
 
 
 def test_missing_data_is_refused(tmp_path):

@@ -160,6 +160,39 @@ def test_the_decomposition_stands_in_one_conditional():
     )
 
 
+def test_steps_named_outside_of_jit_do_what_the_conditional_does():
+    tx = optax.chain(optax.adam(1e-2), msign(period=3, select="attention", method=sign))
+
+    @functools.partial(jax.jit, static_argnames="due")
+    def step(params, state, due):
+        updates, state = tx.update(draw(1), state, params, msign_due=due)
+        return optax.apply_updates(params, updates), state
+
+    params = draw(0)
+    told, found = (params, tx.init(params)), (params, tx.init(params))
+    for i in range(7):
+        told, found = step(*told, due=(i + 1) % 3 == 0), step(*found, due=None)
+        for (path, a), (_, b) in zip(flat(told).items(), flat(found).items(), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=f"{i} {path}")
+    assert told[1][1].msign_step == 7
+    assert set(told[1][1].msign_last.tolist()) == {6}
+    text = step.lower(*told, due=False).as_text()
+    assert not any(word in text for word in ("stablehlo.case", "stablehlo.if", "stablehlo.while"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "due", "message"),
+    [
+        ({}, jnp.asarray(True), "expected msign_due to be a Python bool, got"),
+        ({"stagger": True}, True, "leave it out with stagger or skip_idle"),
+    ],
+)
+def test_steps_that_cannot_be_named_are_refused(arguments, due, message):
+    params, tx = draw(0), msign(**arguments)
+    with pytest.raises(ValueError, match=message):
+        tx.update(params, tx.init(params), params, msign_due=due)
+
+
 def test_stagger_restores_each_matrix_once_a_period_and_at_most_one_share_a_step():
     period = 4
     tx = msign(period=period, method=sign, stagger=True)
