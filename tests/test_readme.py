@@ -18,7 +18,7 @@ def test_the_example_runs_and_measures_the_increment():
     namespace = {}
     exec(compile(blocks()[0], "README.md", "exec"), namespace)
     values = namespace["values"]
-    assert values["delta10/global/delta2/effective_rank/p10"] > 1
+    assert values["delta20/global/delta2/effective_rank/p10"] > 1
     assert values["symptoms/global/loss/value"] > 1
 
 
