@@ -7,6 +7,7 @@ of the result in `readings.py`, where matrices lie in `layout.py`.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,25 +17,10 @@ from jaxtyping import Array, Bool, PyTree
 from stabmon import tiers
 from stabmon.layout import Layout, leaves_with_paths
 from stabmon.metrics.jacobian import JacobianStats
-from stabmon.readings import Readings, aggregate
+from stabmon.readings import BRIEF, Readings, aggregate
 from stabmon.snapshots import find_state, read_delta
 
 Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
-
-# What detail="brief" keeps: the earliest signal of each kind, with where it is worst.
-BRIEF = re.compile(
-    r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
-    r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
-    r"|delta\d+/q/radial_alignment/(mean|max)"
-    r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
-    r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
-    r"|attention/sharp_heads/mean"
-    r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
-    r"|jacobian/(norm|forward)/(mean|max)|jacobian/(growth|danger|converged)/value"
-    r"|router/(entropy|effective_experts|margin)/(mean|min)"
-    r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
-    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
-)
 
 
 def _hits(step: int, cadence: int) -> bool:
@@ -156,6 +142,49 @@ class Monitor:
         if unknown := set(due or ()) - set(self._cadences()):
             raise ValueError(f"due: no tiers {sorted(unknown)}; some of {[*self._cadences()]}")
         step = jnp.asarray(step)
+        if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+            return self._measure(
+                step, params, opt_state, intermediates, jacobian, grads, updates, loss, due
+            )
+        # On a mesh with explicit axes decompositions of sharded matrices are refused, so the
+        # measuring is left to the compiler's choice of shardings. It then may not close over
+        # arrays: what functions compute is computed before.
+        seen = self._before(step, intermediates, ("activations", "router"), due)
+        stats = self._before(step, jacobian, ("jacobian",), due)
+
+        def measure(step, params, opt_state, seen, stats, grads, updates, loss):
+            known = None if stats is None else lambda: stats
+            return self._measure(step, params, opt_state, seen, known, grads, updates, loss, due)
+
+        compiled = jax.sharding.auto_axes(measure, out_sharding=jax.P())
+        return compiled(step, params, opt_state, seen, stats, grads, updates, loss)
+
+    def _before(
+        self, step: Array, compute: Any, tiers: tuple[str, ...], due: Collection[str] | None
+    ) -> Any:
+        """What `compute` returns if a tier that reads it is due, else zeros of the same form."""
+        cadences = [cadence for tier, cadence in self._cadences().items() if tier in tiers]
+        if not callable(compute) or not any(cadences):
+            return None if callable(compute) else compute
+        if due is not None:
+            return compute() if set(due) & set(tiers) else None
+        hits = jnp.any(jnp.stack([step % cadence == 0 for cadence in cadences if cadence]))
+        zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(compute))
+        return jax.lax.cond(hits, compute, zeros)
+
+    def _measure(
+        self,
+        step: Array,
+        params: PyTree,
+        opt_state: PyTree,
+        intermediates: Intermediates,
+        jacobian: Callable[[], JacobianStats] | None,
+        grads: PyTree | None,
+        updates: PyTree | None,
+        loss: ArrayLike | None,
+        due: Collection[str] | None,
+    ) -> Readings:
+        """`__call__`, with arguments checked."""
         nothing: dict[str, Array] = {}
         get = intermediates if callable(intermediates) else lambda: intermediates or nothing
         valid, values, keys = {}, {}, {}

@@ -5,6 +5,7 @@ a handful of outputs however many values it measures. What is measured is decide
 `tiers.py`.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +15,23 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from stabmon.metrics.mesh import replicated
+
 FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"
+# What detail="brief" keeps: the earliest signal of each kind, with where it is worst.
+BRIEF = re.compile(
+    r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
+    r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
+    r"|delta\d+/q/radial_alignment/(mean|max)"
+    r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
+    r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
+    r"|attention/sharp_heads/mean"
+    r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
+    r"|jacobian/(norm|forward)/(mean|max)|jacobian/(growth|danger|converged)/value"
+    r"|router/(entropy|effective_experts|margin)/(mean|min)"
+    r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
+    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
+)
 
 
 @jax.tree_util.register_dataclass
@@ -99,7 +116,7 @@ def aggregate(
     keys: list[str] = []
     rows: list[Array] = [jnp.zeros(0, jnp.float32)]
     for shape, names in by_shape.items():
-        stack = jnp.stack([metrics[name].astype(jnp.float32) for name in names])
+        stack = replicated(jnp.stack([metrics[name].astype(jnp.float32) for name in names]))
         # The bad side is turned downwards, so that one minimum serves all.
         high = [name in worst_is_high for name in names]
         flip = jnp.where(jnp.asarray(high), jnp.float32(-1.0), jnp.float32(1.0))

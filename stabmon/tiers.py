@@ -26,7 +26,7 @@ from stabmon.metrics.activations import (
 from stabmon.metrics.attention import sharp_head_fraction
 from stabmon.metrics.expert_load import balance_gradient_ratio, expert_load, topk_margin
 from stabmon.metrics.jacobian import JacobianStats
-from stabmon.metrics.power import power_norm
+from stabmon.metrics.power import power_norms
 from stabmon.metrics.qk import increment_spectra
 from stabmon.metrics.router import (
     router_conditioning,
@@ -104,12 +104,14 @@ def delta_metrics(
     heads, groups = now["q"].shape[1], now["k"].shape[1]
     if heads % groups:
         raise ValueError(f"{heads} query heads do not divide over {groups} kv heads")
-    share = lambda x, axis: jnp.repeat(x, heads // groups, axis=axis)
-    q, k = now["q"].astype(jnp.float32)[None], share(now["k"].astype(jnp.float32), 1)[None]
-    dq, dk = moves["q"], share(moves["k"], 2)
+    q, k = (now[role].astype(jnp.float32)[None] for role in "qk")
+    dq, dk = moves["q"], moves["k"]
     q0, k0 = q - dq, k - dk
+    # Query heads beside the key head that they share, which is factored once.
+    grouped = partial(rearrange, pattern="t l (k g) d h -> t l k g d h", k=groups)
+    spectra = increment_spectra(grouped(q0), k0[:, :, :, None], grouped(dq), dk[:, :, :, None])
+    spectra = jax.tree.map(partial(rearrange, pattern="t l k g r -> t l (k g) r"), spectra)
     over = lambda f: partial(_over, f, 3)
-    spectra = over(increment_spectra)(q0, k0, dq, dk)
     bound = {"delta1": 2, "delta2": 2, "delta3": 1, "query": 1, "key": 1}
     out = {}
     for name, sigma in spectra._asdict().items():
@@ -121,8 +123,8 @@ def delta_metrics(
     for name in ("query", "key"):
         found = over(outliers)(getattr(spectra, name))
         out[f"{name}/outliers"], out[f"{name}/excess"] = found
-    out["q/radial_alignment"] = over(radial_alignment)(dq, q0)
-    out["k/radial_alignment"] = over(radial_alignment)(dk, k0)
+    by_head = jax.vmap(jax.vmap(jax.vmap(radial_alignment)))  # nested: no axes are merged
+    out["q/radial_alignment"], out["k/radial_alignment"] = by_head(dq, q0), by_head(dk, k0)
     if "router" in moves:
         of_router = lambda w: spectrum_stats(singular_values(w))
         stats = _over(of_router, 2, moves["router"])
@@ -158,19 +160,18 @@ def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
     flat = {role: _flat(role, w) for role, w in stored.items()}
     batches: dict[tuple[int, ...], list[str]] = {}
     for role, w in flat.items():
-        batches.setdefault(w.shape[-2:], []).append(role)
+        batches.setdefault(w.shape[1:], []).append(role)
     out = {}
     for shape, roles in batches.items():
-        batch = [rearrange(flat[role], "... m n -> (...) m n") for role in roles]
-        w = jnp.concatenate([x.astype(jnp.float32) for x in batch])
-        length, sigma = jax.vmap(norm)(w), jax.vmap(lambda x: power_norm(x).value)(w)
+        w = jnp.concatenate([flat[role].astype(jnp.float32) for role in roles])
+        each = jax.vmap(jax.vmap(norm)) if w.ndim == 4 else jax.vmap(norm)
+        length, sigma = each(w), power_norms(w).value
         ratio = jnp.where(sigma > 0, length / sigma, jnp.zeros_like(sigma)) ** 2
-        columns = jnp.stack([length, sigma, ratio, ratio / gaussian_stable_rank(*shape)])
-        parts = jnp.split(columns, list(accumulate(len(x) for x in batch))[:-1], axis=1)
-        for role, part in zip(roles, parts, strict=True):
-            values = part.reshape(4, *flat[role].shape[:-2])
+        columns = jnp.stack([length, sigma, ratio, ratio / gaussian_stable_rank(*shape[-2:])])
+        ends = list(accumulate(len(flat[role]) for role in roles))
+        for role, part in zip(roles, jnp.split(columns, ends[:-1], axis=1), strict=True):
             names = ("norm", "spectral_norm", "stable_rank", "relative_stable_rank")
-            out |= {f"{role}/{name}": x for name, x in zip(names, values, strict=True)}
+            out |= {f"{role}/{name}": x for name, x in zip(names, part, strict=True)}
     return out
 
 

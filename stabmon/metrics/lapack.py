@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
+from stabmon.metrics.mesh import spread
+
 
 def one_at_a_time(decompose: Callable[..., Any]) -> Callable[..., Any]:
     """`decompose`, a function of matrices, with a `jax.vmap` that loops over the batch on a CPU.
@@ -28,13 +30,17 @@ def one_at_a_time(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
     @mapped.def_vmap
     def rule(axis_size: int, in_batched: Any, *args: jax.Array):
-        spread = lambda x: jnp.broadcast_to(x[None], (axis_size, *x.shape))
-        stacks = [x if has else spread(x) for x, has in zip(args, in_batched, strict=True)]
-        out = jax.lax.platform_dependent(
-            *stacks,
-            cpu=lambda *stacks: jax.lax.map(lambda matrices: mapped(*matrices), stacks),
-            default=lambda *stacks: jax.vmap(decompose)(*stacks),
-        )
+        repeat = lambda x: jnp.broadcast_to(x[None], (axis_size, *x.shape))
+        stacks = [x if has else repeat(x) for x, has in zip(args, in_batched, strict=True)]
+
+        def whole(*stacks: jax.Array) -> Any:
+            return jax.lax.platform_dependent(
+                *stacks,
+                cpu=lambda *stacks: jax.lax.map(lambda matrices: mapped(*matrices), stacks),
+                default=lambda *stacks: jax.vmap(decompose)(*stacks),
+            )
+
+        out = spread(whole, *stacks)
         return out, jax.tree.map(lambda _: True, out)
 
     return mapped
@@ -90,8 +96,15 @@ def on_stack(decompose: Callable[..., Any]) -> Callable[..., Any]:
 
     def whole(*stacks: jax.Array) -> Any:
         leading = stacks[0].shape[:-2]
+        if not leading:
+            return decompose(*stacks)
         flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
         out = jax.vmap(decompose)(*flat)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), out)
 
     return whole
+
+
+def turned(x: jax.Array) -> jax.Array:
+    """The transpose of each matrix of a stack."""
+    return jnp.swapaxes(x, -1, -2)

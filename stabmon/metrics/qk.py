@@ -9,7 +9,7 @@ With W_q, W_k ∈ R^{D×H} of one head and d = W_t − W_{t−δ} (arXiv 2606.28
 No D×D product is formed: with [dW_q, W_q] = Q_A R_A and [dW_k, W_k] = Q_B R_B the non-zero
 singular values of all three are those of small cores of the R factors. The factors come from a
 Cholesky-QR that touches the long axis D only through H-sized Gram matrices, so a D-sharded input
-costs one small all-reduce a pass. `jax.vmap` it over heads and layers.
+costs one small all-reduce a pass. Functions of a stack of heads take any leading axes.
 """
 
 from typing import NamedTuple
@@ -19,8 +19,14 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stabmon.metrics.checks import as_matrix, nan_unless
-from stabmon.metrics.lapack import cholesky, cholesky_with_inverse, singular_values
+from stabmon.metrics.checks import as_matrix
+from stabmon.metrics.lapack import (
+    cholesky,
+    cholesky_with_inverse,
+    on_stack,
+    singular_values,
+    turned,
+)
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -81,67 +87,73 @@ def qk_increment(q0: ArrayLike, k0: ArrayLike, q1: ArrayLike, k1: ArrayLike) -> 
 
 
 class IncrementSpectra(NamedTuple):
-    """Singular values behind one head's increments, each descending, float32.
+    """Singular values behind the increments of heads, each descending, float32.
 
     Attributes:
         delta1: Of Δ1, 2H values, of which at most min(2H, D) are not zero.
         delta2: Of Δ2, likewise.
         delta3: Of Δ3, H values.
         query: Of dW_q, H values; from the factor already at hand.
-        key: Of dW_k, H values.
+        key: Of dW_k, H values, of each key head.
     """
 
-    delta1: Float[Array, " r"]
-    delta2: Float[Array, " r"]
-    delta3: Float[Array, " s"]
-    query: Float[Array, " s"]
-    key: Float[Array, " s"]
+    delta1: Float[Array, "*heads r"]
+    delta2: Float[Array, "*heads r"]
+    delta3: Float[Array, "*heads s"]
+    query: Float[Array, "*queries s"]
+    key: Float[Array, "*keys s"]
 
 
 def increment_spectra(
-    q0: Float[Array, "D H"],
-    k0: Float[Array, "D H"],
-    dq: Float[Array, "D H"],
-    dk: Float[Array, "D H"],
+    q0: Float[Array, "*queries D H"],
+    k0: Float[Array, "*keys D H"],
+    dq: Float[Array, "*queries D H"],
+    dk: Float[Array, "*keys D H"],
 ) -> IncrementSpectra:
-    """Singular values of Δ1, Δ2, Δ3, dW_q and dW_k of one head; see `qk_increment`.
+    """Singular values of Δ1, Δ2, Δ3, dW_q and dW_k of each head of a stack; see `qk_increment`.
 
-    The base point and the differences are separate arguments because a tracked dW keeps digits
-    that W_t − W_{t−δ} in a low precision has lost. Non-finite input: NaN.
+    The leading axes of queries and keys broadcast: with grouped queries give them as (…, K, G, D,
+    H) and (…, K, 1, D, H), and each key head is factored once. The base point and the differences
+    are separate arguments because a tracked dW keeps digits that W_t − W_{t−δ} in a low precision
+    has lost. Non-finite input: NaN.
+
+    Nothing here merges axes of the big arrays, so they may be sharded along any.
     """
-    largest = jnp.stack([jnp.max(jnp.abs(x)) for x in (q0, k0, dq, dk)])
-    finite = jnp.all(jnp.isfinite(largest))  # a maximum keeps NaN and ∞
-    h = q0.shape[1]
+    h = q0.shape[-1]
 
-    def factor(delta, base, small, large):
+    def factor(delta, base):
+        small, large = (jnp.max(jnp.abs(x), axis=(-2, -1), keepdims=True) for x in (delta, base))
+        finite = jnp.isfinite(small) & jnp.isfinite(large)  # a maximum keeps NaN and ∞
         rows = [_unit_rows(x, scale, finite) for x, scale in ((delta, small), (base, large))]
-        r = triangular_factor(jnp.concatenate(rows))
-        return r[:, :h] * small, r[:, h:] * large
+        r = triangular_factor(jnp.concatenate(rows, axis=-2))
+        return r[..., :h] * small, r[..., h:] * large, finite
 
-    r_dq, r_q = factor(dq, q0, largest[2], largest[0])
-    s_dk, s_k = factor(dk, k0, largest[3], largest[1])
+    r_dq, r_q, sound_q = factor(dq, q0)
+    s_dk, s_k, sound_k = factor(dk, k0)
     # Δ1 = dq k0ᵀ + (q0 + dq) dkᵀ and Δ2 = dq k0ᵀ + q0 dkᵀ: no difference of large products is
     # ever taken, and Δ1 shares the factors of Δ2.
+    sound = sound_q & sound_k
     cores = IncrementSpectra(
-        delta1=product(r_dq, s_k.T) + product(r_q + r_dq, s_dk.T),
-        delta2=product(r_dq, s_k.T) + product(r_q, s_dk.T),
-        delta3=product(r_dq[:h], s_dk[:h].T),
-        query=r_dq[:h],
-        key=s_dk[:h],
+        delta1=product(r_dq, turned(s_k)) + product(r_q + r_dq, turned(s_dk)),
+        delta2=product(r_dq, turned(s_k)) + product(r_q, turned(s_dk)),
+        delta3=product(r_dq[..., :h, :], turned(s_dk[..., :h, :])),
+        query=r_dq[..., :h, :],
+        key=s_dk[..., :h, :],
     )
-    return IncrementSpectra(*(nan_unless(finite, _core_singular_values(c)) for c in cores))
+    valid = IncrementSpectra(sound, sound, sound, sound_q, sound_k)
+    return IncrementSpectra(*map(_core_singular_values, cores, valid))
 
 
 def _unit_rows(
-    x: Float[Array, "D H"], scale: Float[Array, ""], finite: Bool[Array, ""]
-) -> Float[Array, "H D"]:
+    x: Float[Array, "*stack D H"], scale: Float[Array, "*stack 1 1"], finite: Bool[Array, "..."]
+) -> Float[Array, "*stack H D"]:
     """`x` transposed and divided by its largest magnitude `scale`; zero where that is zero."""
     usable = finite & (scale > 0)
-    divisor = jax.lax.broadcast(jnp.where(usable, scale, jnp.ones_like(scale)), x.shape)
-    return (jnp.where(usable, x, jnp.zeros_like(x)) / divisor).T
+    unit = jnp.where(usable, x, jnp.zeros_like(x)) / jnp.where(usable, scale, jnp.ones_like(scale))
+    return turned(unit)
 
 
-def triangular_factor(rows: Float[Array, "n m"]) -> Float[Array, "n n"]:
+def triangular_factor(rows: Float[Array, "*stack n m"]) -> Float[Array, "*stack n n"]:
     """Upper-triangular R with RᵀR = AᵀA for A = `rows`ᵀ, safe for any scales and any rank.
 
     Cholesky-QR in two passes, each on unit columns of A and with a small diagonal shift. The unit
@@ -159,30 +171,33 @@ def triangular_factor(rows: Float[Array, "n m"]) -> Float[Array, "n n"]:
     A lies transposed: a Gram matrix of rows runs along contiguous memory. Only these reduce over
     the long axis m.
     """
-    n = rows.shape[0]
-    identity = jnp.eye(n, dtype=rows.dtype)
-    shift = n * jnp.finfo(rows.dtype).eps
+    n = rows.shape[-2]
+    shift = n * jnp.finfo(rows.dtype).eps * jnp.eye(n, dtype=rows.dtype)
 
     def cosines(rows):
-        gram = product(rows, rows.T)
-        lengths = jnp.sqrt(jnp.diag(gram))
+        gram = product(rows, turned(rows))
+        lengths = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))[..., None]
         safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
-        return lengths, safe, gram / (safe[:, None] * safe[None, :]) + shift * identity
+        cosine = gram / (safe * turned(safe))
+        return lengths, safe, cosine + jnp.broadcast_to(shift, cosine.shape)
 
     lengths, safe, gram = cosines(rows)
-    first, inverse = cholesky_with_inverse(gram)
-    again, _, gram = cosines(product(inverse / safe[None, :], rows))
-    second = cholesky(gram)
-    return product((again[:, None] * second).T, (lengths[:, None] * first).T)
+    first, inverse = on_stack(cholesky_with_inverse)(gram)
+    again, _, gram = cosines(product(inverse / turned(safe), rows))
+    second = on_stack(cholesky)(gram)
+    return product(turned(again * second), turned(lengths * first))
 
 
-def product(a: Float[Array, "m k"], b: Float[Array, "k n"]) -> Float[Array, "m n"]:
+def product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
     """Matrix product in full float32, also where the backend would round inputs to bfloat16."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
-def _core_singular_values(core: Float[Array, "n n"]) -> Float[Array, " n"]:
-    """Singular values of a small core; rescaled first, since Δ3 of a tiny dW underflows."""
-    scale = jnp.max(jnp.abs(core))
+def _core_singular_values(
+    core: Float[Array, "*stack n n"], valid: Bool[Array, "*stack 1 1"]
+) -> Float[Array, "*stack n"]:
+    """Singular values of small cores; rescaled first, since Δ3 of a tiny dW underflows."""
+    scale = jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True)
     unit = core / jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    return singular_values(unit) * scale
+    sigma = on_stack(singular_values)(unit) * scale[..., 0]
+    return jnp.where(valid[..., 0], sigma, jnp.full_like(sigma, jnp.nan))
