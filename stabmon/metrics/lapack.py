@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from stabmon.metrics.mesh import spread
+from stabmon.metrics.mesh import replicated, spread
 
 
 def one_at_a_time(decompose: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,7 +98,9 @@ def on_stack(decompose: Callable[..., Any]) -> Callable[..., Any]:
         leading = stacks[0].shape[:-2]
         if not leading:
             return decompose(*stacks)
-        flat = [x.reshape(-1, *x.shape[-2:]) for x in stacks]
+        # Whole on every device before axes are merged: with the sum over a sharded axis still
+        # open, XLA's partitioner was seen to give wrong numbers (jax 0.10.2).
+        flat = [x.reshape(-1, *x.shape[-2:]) for x in replicated(stacks)]
         out = jax.vmap(decompose)(*flat)
         return jax.tree.map(lambda x: x.reshape(*leading, *x.shape[1:]), out)
 

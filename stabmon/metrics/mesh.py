@@ -31,6 +31,7 @@ def spread(whole: Callable[..., Any], *stacks: Array) -> Any:
     count = len(stacks[0])
     fill = lambda x: jnp.pad(x, [(0, -count % mesh.size)] + [(0, 0)] * (x.ndim - 1))
     spec = jax.P(mesh.axis_names)
+    stacks = replicated(stacks)
     divided = jax.shard_map(whole, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     return jax.tree.map(lambda x: x[:count], replicated(divided(*map(fill, stacks))))
 
