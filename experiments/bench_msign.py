@@ -26,23 +26,12 @@ from experiments.step import next_token_loss
 from experiments.timing import Row, as_table, interleaved
 from models.config import GPTConfig
 from models.gpt import apply, init_params
+from models.presets import PRESETS
 from optax_ext._matrix_sign import matrix_sign, orthogonality_error
 from optax_ext._msign import msign
 
 DEMO = GPTConfig(context=48)
-# Of arXiv 2602.01734, with a vocabulary of 32,000; 2,048 tokens a sequence.
-LLAMA = GPTConfig(
-    vocabulary=32_000,
-    layers=16,
-    model=2048,
-    heads=16,
-    feedforward=5440,
-    context=2048,
-    positions="rope",
-    activation="swiglu",
-    tied=False,
-)
-SIGMA = replace(LLAMA, layers=28, model=128, heads=4, feedforward=448)
+LLAMA, SIGMA = PRESETS["llama-1b"], PRESETS["sigma-40m-mha"]
 TOKENS = 65_536
 BOTH = ("attention", "mlp")
 

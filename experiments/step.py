@@ -16,6 +16,7 @@ import optax_ext
 import stabmon
 from experiments.checkpoints import TrainState
 from experiments.faults import AttentionFault
+from experiments.placement import ALONE, Placement, make_mesh, state_shardings
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
@@ -148,8 +149,11 @@ def make_step(
     optimizer: OptimizerConfig,
     monitor: MonitorConfig,
     fault: AttentionFault | None,
+    placement: Placement = ALONE,
 ) -> tuple[Callable, Callable, stabmon.Monitor]:
     """(init, step, monitor) for one configuration, compiled once for all its seeds.
+
+    On several devices call both with the mesh of `placement` in force (`jax.set_mesh`).
 
     init(seed) -> TrainState. step(state, tokens, armed, due) -> (state, readings, loss), jitted,
     donating the state; `due` is static, from `monitor.due(step)`. Where it is empty readings are
@@ -208,7 +212,15 @@ def make_step(
         params = optax.apply_updates(state.params, updates)
         return TrainState(state.step + 1, params, opt_state), readings, loss
 
-    return init, jax.jit(step, donate_argnums=0, static_argnames="due"), watch
+    options: dict[str, Any] = {"donate_argnums": 0, "static_argnames": "due"}
+    mesh = make_mesh(placement)
+    if mesh is not None:
+        params, opt_state = state_shardings(tx, shapes, placement, mesh)
+        whole = jax.sharding.NamedSharding(mesh, jax.P())
+        places = TrainState(whole, params, opt_state)
+        init = jax.jit(init, static_argnums=0, out_shardings=places)
+        options["out_shardings"] = (places, None, whole)
+    return init, jax.jit(step, **options), watch
 
 
 @lru_cache(maxsize=8)

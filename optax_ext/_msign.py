@@ -4,6 +4,7 @@ Here: the transform and its state. Not here: when which matrices are due (`_cade
 restoration of a stack (`_restore.py`), which leaves (`_selection.py`).
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,6 +21,7 @@ from optax_ext._patterns import Patterns
 from optax_ext._restore import Record, Rule, Scalar
 from optax_ext._selection import find_matrices
 from stabmon.layout import Layout, Select
+from stabmon.metrics.mesh import mesh_in_force
 
 
 class MsignState(NamedTuple):
@@ -102,10 +104,10 @@ def msign(
         max_gain: Largest amplification of a singular value, relative to the root mean square of
             all; None: none. See `matrix_sign`.
         skip_idle: Do not count a step at which the updates of all selected matrices are zero.
-        sharding: Of the stacks (matrices, m, n) in which equal shapes are gathered, for parameters
-            that are sharded along rows or columns: NamedSharding(mesh, P("data")) moves whole
-            matrices to devices once, instead of communicating in each product. Leaves sharded
-            over layers need none.
+        sharding: Of the stacks (matrices, m, n) in which equal shapes are gathered. None: the stack
+            axis divided over all devices of the mesh in force (`jax.set_mesh`), so that whole
+            matrices move to devices once, instead of parts in each product. Without a mesh in
+            force give it: NamedSharding(mesh, P("data")).
 
     Returns:
         A transform whose state is `MsignState`.
@@ -153,7 +155,8 @@ def msign(
             counted = jnp.any(jnp.stack([jnp.any(u != 0) for u in held.values()]))
         step = jnp.where(counted, optax.safe_increment(state.msign_step), state.msign_step)
         each = 1 if msign_due else period
-        treat = functools.partial(staggered if stagger else together, groups, rule, each)
+        placed = dataclasses.replace(rule, sharding=sharding or _over_mesh())
+        treat = functools.partial(staggered if stagger else together, groups, placed, each)
         record = Record(*state[1:])
         held, record = _in_auto_mode(treat, (held, record))(step, counted, held, base, record)
         for i, leaf in held.items():
@@ -177,6 +180,12 @@ def msign_names(
     """
     views = find_matrices(params, select, layout, per_head)
     return tuple(name for view in views for name in view.names)
+
+
+def _over_mesh() -> jax.sharding.NamedSharding | None:
+    """The first axis of a stack divided over all devices of the mesh in force."""
+    mesh = mesh_in_force()
+    return None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
 
 
 def _in_auto_mode(f: Callable, like: PyTree) -> Callable:
