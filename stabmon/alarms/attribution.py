@@ -86,18 +86,16 @@ def diagnose(
         confidence = _confidence(signature, signs)
         if confidence > weighed.get(signature.fault, (0.0, signature))[0]:
             weighed[signature.fault] = (confidence, signature)
-    ranked = sorted(weighed.values(), key=lambda pair: -pair[0])
+    ranked = _unexplained(sorted(weighed.values(), key=lambda pair: -pair[0]))
     if not ranked or ranked[0][0] < THIN:
         words = [_words(alarm) for alarm in first.values()]
         best = ranked[0][0] if ranked else 0.0
         if ranked:
             words.append(f"nearest to {ranked[0][1].fault.value}, but the evidence is thin")
         return Diagnosis(step, Fault.UNKNOWN, best, tuple(words), *_place(list(alarms)))
-    chosen = [ranked[0]]
-    for pair in ranked[1:]:
-        apart = all((other.fault, pair[1].fault) not in EXPLAINS for _, other in chosen)
-        if pair[0] > THIN and apart and chosen[0][1].fault is not Fault.NONFINITE:
-            chosen.append(pair)
+    chosen = [pair for pair in ranked if pair[0] >= THIN]
+    if chosen[0][1].fault is Fault.NONFINITE:
+        chosen = chosen[:1]
     relevant = [sign for _, signature in chosen for sign in _relevant(signature, signs)]
     own = [alarm for sign, alarm in first.items() if sign in relevant]
     words = [_words(alarm) for alarm in sorted(own, key=lambda alarm: -_strength(alarm))]
@@ -143,6 +141,23 @@ def _confidence(signature: Signature, signs: Mapping[str, int]) -> float:
     weight += sum(w for name, w in signature.supports.items() if there(name))
     weight -= sum(w for name, w in signature.against.items() if there(name))
     return round(min(max(weight, 0.0), 0.95), 6)
+
+
+def _unexplained(ranked: list[tuple[float, Signature]]) -> list[tuple[float, Signature]]:
+    """Less the faults that another well supported one brings about; of two mutual ones the later.
+
+    Unless both are thin: then the strongest is still worth naming as the nearest.
+    """
+    kept = []
+    for i, (weight, signature) in enumerate(ranked):
+        supported = [(j, other.fault) for j, (w, other) in enumerate(ranked) if w >= THIN]
+        if not any(
+            (fault, signature.fault) in EXPLAINS
+            and (j < i or (signature.fault, fault) not in EXPLAINS)
+            for j, fault in supported
+        ):
+            kept.append((weight, signature))
+    return kept
 
 
 def _relevant(signature: Signature, signs: Mapping[str, int]) -> list[str]:

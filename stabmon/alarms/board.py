@@ -24,7 +24,7 @@ class AlarmBoard:
     Attributes:
         detectors: {name: detector}; the names are part of the state.
         span: Steps for which an alarm counts as evidence.
-        recent: Alarms of the last `span` steps.
+        recent: Alarms of the last `span` steps, and older ones that have not ended.
 
     >>> from stabmon.alarms.limits import Threshold
     >>> logit = "attention/global/max_logit/max"
@@ -59,7 +59,10 @@ class AlarmBoard:
                         continue
                     broken.add(monitor)
                 raised.append(self._located(alarm))
-        self.recent = [a for a in (*self.recent, *raised) if a.step > step - self.span]
+        active = set(self.active())
+        self.recent = [
+            a for a in (*self.recent, *raised) if a.step > step - self.span or a.key in active
+        ]
         return raised
 
     def diagnose(self) -> Diagnosis:
@@ -134,6 +137,8 @@ class AlarmBoard:
 
     def _located(self, alarm: Alarm) -> Alarm:
         """The alarm with its layer and head, from its key or from where the metric was worst."""
+        if not math.isfinite(alarm.value) or alarm.key.count("/") < 3:
+            return alarm
         monitor, layer, *metric = alarm.key.split("/")
         if layer.startswith("layer_"):
             head = self._vote(f"{monitor}/{layer}/{'/'.join(metric[:-1])}/worst_head")

@@ -8,7 +8,7 @@ NumPy and the standard library only; each detector can be stopped and resumed. W
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from stabmon.alarms.reference import Reference, z_score
 
@@ -51,6 +51,7 @@ class Alarm:
         return {k: v for k, v in row.items() if k not in ("layer", "head") or v is not None}
 
 
+@runtime_checkable
 class Detector(Protocol):
     """What every detector is: a stream of samples in, alarms out, with a state that JSON holds."""
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from stabmon.alarms.detectors import Alarm
-from stabmon.alarms.latch import ONCE, TWICE, Latches, Patience, matches
+from stabmon.alarms.latch import ONCE, TWICE, Latches, Patience, selected
 from stabmon.alarms.window import HealthyWindow
 
 Side = Literal["up", "down", "both"]
@@ -42,7 +42,7 @@ class RobustZ:
     pattern: str
     window: HealthyWindow
     side: Side = "both"
-    threshold: float = 6.0
+    threshold: float | int = 6.0
     patience: Patience = TWICE
     latches: Latches = field(init=False)
 
@@ -52,17 +52,17 @@ class RobustZ:
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample; the alarms that it raises."""
         raised = []
-        for key in (k for k in values if matches(self.pattern, k)):
-            level = self.window.level(key, step, values[key])
+        for key, value in selected(self.pattern, values):
+            level = self.window.level(key, step, value)
             expected, spread = level or (math.nan, math.nan)
-            if level is None and math.isfinite(values[key]):
+            if level is None and math.isfinite(value):
                 continue
-            z = (values[key] - expected) / spread
+            z = (value - expected) / spread
             score = one_sided(z, self.side) / self.threshold
-            if not math.isfinite(values[key]):
+            if not math.isfinite(value):
                 score = math.nan
             if self.latches.update(key, step, score):
-                raised.append(Alarm(step, self.rule, key, values[key], expected, z))
+                raised.append(Alarm(step, self.rule, key, value, expected, z))
         return raised
 
     def active(self) -> tuple[str, ...]:
@@ -104,9 +104,9 @@ class Cusum:
     pattern: str
     window: HealthyWindow
     side: Literal["up", "down"]
-    threshold: float = 15.0
-    allowance: float = 1.0
-    clip: float = 4.0
+    threshold: float | int = 15.0
+    allowance: float | int = 1.0
+    clip: float | int = 4.0
     patience: Patience = ONCE
     latches: Latches = field(init=False)
     _sums: dict[str, float] = field(default_factory=dict)
@@ -117,8 +117,8 @@ class Cusum:
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample; the alarms that it raises."""
         raised = []
-        for key in (k for k in values if matches(self.pattern, k)):
-            value, sign = values[key], 1 if self.side == "up" else -1
+        for key, value in selected(self.pattern, values):
+            sign = 1 if self.side == "up" else -1
             level = self.window.level(key, step, value)
             expected, spread = level or (math.nan, math.nan)
             z, score = (value - expected) / spread, math.inf

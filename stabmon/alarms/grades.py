@@ -40,25 +40,24 @@ class GradeWatch:
     """Alarms by the grade table: caution where the rank ratio sinks, danger where it is gone.
 
     Caution: a ratio of 0.5 or less that has been falling for `span` steps. Danger: a ratio under
-    0.3 in two samples running, or two grades lost within `drop_within` steps. A run that has been
-    so low from its healthy window on (a small model, a stream with a large mean) is judged by what
-    it has lost: for caution and for the limit of 0.3 it must be a grade below that window's best.
+    0.3, or two grades lost within `drop_within` steps. Each takes two samples running, since one
+    odd batch moves the ratio too. A run that has been low from the warm-up on (a small model, a
+    stream with a large mean) is judged by what it has lost: for caution and for the limit of 0.3
+    it must be a grade below its best, the highest median of three samples so far.
 
     Attributes:
         first: First step that is looked at, after the warm-up.
-        learn: Steps after `first` whose best ratio is the run's own.
         key: Metric with the ratio, in [0, 1]: the worst layer's.
         span: Steps that the ratio must have been falling.
-        fall: Fall over `span` by a straight line that counts as falling.
+        fall: Fall over `span`, by the median slope of all pairs, that counts as falling.
         drop_within: Steps within which a loss of two grades is danger.
         patience: Dwell, hysteresis, cooldown, of both rules.
     """
 
     first: int = 0
-    learn: int = 200
     key: str = "activations/global/rank_ratio/min"
     span: int = 200
-    fall: float = 0.02
+    fall: float | int = 0.02
     drop_within: int = 100
     patience: Patience = ONCE
     latches: Latches = field(init=False)
@@ -74,39 +73,46 @@ class GradeWatch:
         """Take one sample; the alarms that it raises, of the rules "caution" and "danger"."""
         if self.key not in values:
             return []
-        ratio = values[self.key]
+        ratio = float(values[self.key])
         self.grade = grade_of(ratio)
         if math.isfinite(ratio):
             if step < self.first:
                 return []
-            if step <= self.first + self.learn:
-                self._best = max(self._best, ratio)
-            reach = max(self.span, self.drop_within)
+            reach = max(self.span, 2 * self.drop_within)
             old = [i for i, (s, _) in enumerate(self._past) if s <= step - reach]
             self._past = [*self._past[old[-1] if old else 0 :], (step, ratio)]
+            if len(self._past) > 2:
+                middle = float(np.median([r for _, r in self._past[-3:]]))
+                self._best = max(self._best, middle)
         raised, self.health = [], Health.HEALTHY
         for health, holds in ((Health.CAUTION, self._caution), (Health.DANGER, self._danger)):
-            score = (2.0 if holds(step, ratio) else 0.0) if math.isfinite(ratio) else math.nan
+            score = 2.0 if math.isfinite(ratio) and holds(step, ratio) else 0.0
+            if health is Health.DANGER and not math.isfinite(ratio):
+                score = math.nan
             if self.latches.update(health, step, score):
-                raised.append(Alarm(step, health, self.key, ratio, self._best, math.nan))
+                raised.append(Alarm(step, health.value, self.key, ratio, self._best, math.nan))
             if health in self.latches.active():
                 self.health = health
         return raised
 
     def _caution(self, step: int, ratio: float) -> bool:
-        steps = np.array([s for s, _ in self._past if s >= step - self.span], float)
-        if ratio > 0.5 or not self._lost(ratio) or len(steps) < 3:
+        past = np.asarray([x for x in self._past if x[0] >= step - self.span], float)
+        steps, ratios = past[:, 0], past[:, 1]
+        if len(past) < 3 or steps[-1] - steps[0] < 0.75 * self.span:
             return False
-        if steps[-1] - steps[0] < self.span * 0.75:
-            return False
-        slope = np.polyfit(steps - steps[0], [r for _, r in self._past[-len(steps) :]], 1)[0]
-        return -slope * self.span >= self.fall
+        low = float(np.max(ratios[-2:]))
+        i, j = np.triu_indices(len(past), 1)
+        slope = float(np.median((ratios[j] - ratios[i]) / (steps[j] - steps[i])))
+        return low <= 0.5 and self._lost(low) and -slope * self.span >= self.fall
 
     def _danger(self, step: int, ratio: float) -> bool:
-        recent = [r for s, r in self._past if s >= step - self.drop_within]
-        dropped = grade_of(max(recent)) - grade_of(ratio) >= 2 and max(recent) - ratio > 0.1
-        low = len(self._past) > 1 and max(r for _, r in self._past[-2:]) < 0.3
-        return dropped or (low and self._lost(ratio))
+        if len(self._past) < 2:
+            return False
+        before = self._past[-2][0]
+        low = max(ratio, self._past[-2][1])
+        high = max(r for s, r in self._past if before - self.drop_within <= s <= before)
+        dropped = grade_of(high) - grade_of(low) >= 2 and high - low > 0.1
+        return dropped or (low < 0.3 and self._lost(low))
 
     def _lost(self, ratio: float) -> bool:
         return grade_of(self._best) > grade_of(ratio) and self._best - ratio > 0.05

@@ -22,6 +22,11 @@ def matches(pattern: str, key: str) -> bool:
     return re.fullmatch(pattern, key) is not None
 
 
+def selected(pattern: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The metrics of a sample that a pattern reads, as Python floats, which JSON can hold."""
+    return [(key, float(value)) for key, value in values.items() if matches(pattern, key)]
+
+
 @dataclass(frozen=True)
 class Patience:
     """How much it takes to raise an alarm, and to raise it again.
@@ -37,7 +42,7 @@ class Patience:
     """
 
     dwell: int = 2
-    rearm: float = 0.5
+    rearm: float | int = 0.5
     cooldown: int = 500
 
     def __post_init__(self):
@@ -77,12 +82,12 @@ class Latches:
     patience: Patience = TWICE
     _latches: dict[str, _Latch] = field(default_factory=dict)
 
-    def update(self, key: str, step: int, score: float) -> bool:
+    def update(self, key: str, step: int, score: float | int) -> bool:
         """Take the score of one sample; whether it raises an alarm.
 
         A score that is not finite raises at once, without dwell.
         """
-        latch = self._latches.setdefault(key, _Latch())
+        latch, step, score = self._latches.setdefault(key, _Latch()), int(step), float(score)
         broken = not math.isfinite(score)
         side = 1 if broken else (score > 1) - (score < -1)
         latch.over = latch.over + side if side and latch.over * side >= 0 else side

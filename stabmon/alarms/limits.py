@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from stabmon.alarms.detectors import Alarm
-from stabmon.alarms.latch import ONCE, Latches, Patience, matches
+from stabmon.alarms.latch import ONCE, Latches, Patience, selected
 from stabmon.alarms.window import HealthyWindow
 
 # Entropy counts as calm again at two thirds of its level: 0.75 of the limit of one half.
@@ -27,6 +27,7 @@ class Threshold:
         pattern: Regular expression of the metric keys it reads.
         limit: Largest value allowed, at least 0.
         patience: Dwell, hysteresis, cooldown.
+        first: First step at which the limit holds; before it only what is not finite alarms.
 
     Raises:
         ValueError: A negative limit.
@@ -41,8 +42,9 @@ class Threshold:
 
     rule: str
     pattern: str
-    limit: float
+    limit: float | int
     patience: Patience = ONCE
+    first: int = 0
     latches: Latches = field(init=False)
 
     def __post_init__(self):
@@ -53,14 +55,16 @@ class Threshold:
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample; the alarms that it raises."""
         raised = []
-        for key in (k for k in values if matches(self.pattern, k)):
-            value = values[key]
+        for key, value in selected(self.pattern, values):
             score = math.nan
             if math.isfinite(value):
+                if step < self.first:
+                    continue
                 score = 2.0 if value > self.limit else max(value, 0.0) / max(self.limit, 1e-30)
             if self.latches.update(key, step, score):
                 z = math.inf if math.isfinite(value) else math.nan
-                raised.append(Alarm(step, self.rule, key, value, self.limit, z))
+                limit = float(self.limit) if math.isfinite(self.limit) else math.nan
+                raised.append(Alarm(step, self.rule, key, value, limit, z))
         return raised
 
     def active(self) -> tuple[str, ...]:
@@ -93,7 +97,7 @@ class AllHeads:
     """
 
     window: HealthyWindow
-    fraction: float = 0.5
+    fraction: float | int = 0.5
     rule: str = "all heads"
     entropy: str = "attention/global/entropy/mean"
     sharp: str = "attention/global/sharp_heads/mean"
@@ -109,7 +113,7 @@ class AllHeads:
         """Take one sample; the alarms that it raises."""
         raised = []
         for key in (k for k in (self.entropy, self.sharp) if k in values):
-            value = values[key]
+            value = float(values[key])
             level = self.window.level(key, step, value)
             expected, spread = level or (math.nan, math.nan)
             score = math.nan
@@ -118,7 +122,8 @@ class AllHeads:
                     continue
                 score = self._score(key, value, expected)
             if self.latches.update(key, step, score):
-                z = (value - expected) / spread
+                # A share of heads may have sat at 0 all along: a spread for it nevertheless.
+                z = (value - expected) / max(spread, 0.02)
                 raised.append(Alarm(step, self.rule, key, value, expected, z))
         return raised
 

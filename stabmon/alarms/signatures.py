@@ -13,6 +13,7 @@ from stabmon.alarms.detectors import Alarm
 # First match wins. By rule and key of an alarm, "rule|key".
 _QUANTITIES = (
     (r"all heads\|.*", "all heads"),
+    (r"shift\|symptoms/[^/]+/grad_norm/.*", "gradient level"),
     (r".*\|delta\d+/[^/]+/delta[123]/.*", "Δ2"),
     (r".*\|delta\d+/[^/]+/(query|key)/.*", "ΔW"),
     (r".*\|delta\d+/[^/]+/[qk]/radial_alignment/.*", "radial alignment"),
@@ -29,6 +30,15 @@ _QUANTITIES = (
     (r".*\|evaluation/[^/]+/loss/.*", "held-out loss"),
 )
 SPECTRA = ("Δ2", "ΔW", "radial alignment")
+# Where one of these came first, the spectra follow from what it tells.
+_BEFORE_SPECTRA = (
+    "router entropy down",
+    "update size up",
+    "rank",
+    "gradient level up",
+    "loss down",
+    "expert load",
+)
 
 
 class Fault(StrEnum):
@@ -85,14 +95,20 @@ SIGNATURES = (
             "router quiet": 0.1,
             "attention logit": 0.1,
         },
-        {"expert load": 0.1},
-        leads=(SPECTRA, ("router entropy down", "update size up", "rank")),
+        leads=(SPECTRA, _BEFORE_SPECTRA),
+    ),
+    Signature(
+        # Beside a learning rate that is too high, which moves Δ2 but not the alignment.
+        Fault.ATTENTION,
+        (("radial alignment up",), ("Δ2 down", "ΔW down")),
+        0.5,
+        {"attention logit": 0.1},
     ),
     Signature(
         Fault.LEARNING_RATE,
         (("update size up",),),
-        0.4,
-        {"Δ2": 0.2, "gradient norm up": 0.1, "loss up": 0.15, "router entropy down": 0.2},
+        0.6,
+        {"Δ2": 0.1, "gradient norm up": 0.05, "loss up": 0.15, "router entropy down": 0.15},
         leads=(("update size up",), SPECTRA),
     ),
     Signature(
@@ -115,11 +131,21 @@ SIGNATURES = (
         {"rank": 0.1},
     ),
     Signature(
+        # A smaller batch: the noise of the gradient is there at once, and stays.
+        Fault.BALANCE,
+        (("gradient level up",),),
+        0.55,
+        {"router entropy up": 0.1},
+        {"router entropy down": 0.2, "rank": 0.2, "all heads": 0.2, "update size up": 0.2},
+        leads=(("gradient level up",), SPECTRA),
+    ),
+    Signature(
         Fault.DIRTY_BATCH,
         (("gradient norm up",),),
         0.35,
         {"over: gradient norm": 0.25, "loss up": 0.1},
         {"router entropy": 0.3, "rank": 0.3, "all heads": 0.3, "update size up": 0.1}
+        | {"gradient level up": 0.3}
         | dict.fromkeys(SPECTRA, 0.3),
     ),
     Signature(
@@ -137,6 +163,14 @@ SIGNATURES = (
         dict.fromkeys(SPECTRA, 0.1),
     ),
     Signature(
+        # What was seen before is predicted much better than new text.
+        Fault.REPEATED_DATA,
+        (("loss down",),),
+        0.6,
+        {"attention entropy down": 0.1, "held-out loss up": 0.3},
+        {"gradient norm up": 0.1},
+    ),
+    Signature(
         Fault.REPEATED_DATA,
         (("attention entropy down", "all heads"), ("loss falling", "loss down")),
         0.5,
@@ -149,10 +183,10 @@ SIGNATURES = (
 EXPLAINS = frozenset(
     {
         (Fault.LEARNING_RATE, Fault.BALANCE),
-        (Fault.LEARNING_RATE, Fault.ATTENTION),
+        (Fault.LEARNING_RATE, Fault.NO_QK_NORM),
+        (Fault.LEARNING_RATE, Fault.REPEATED_DATA),
         (Fault.LEARNING_RATE, Fault.DIRTY_BATCH),
         (Fault.LEARNING_RATE, Fault.LOW_RANK),
-        (Fault.ATTENTION, Fault.LEARNING_RATE),
         (Fault.ATTENTION, Fault.LOW_RANK),
         (Fault.ATTENTION, Fault.NO_QK_NORM),
         (Fault.ATTENTION, Fault.REPEATED_DATA),

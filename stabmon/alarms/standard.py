@@ -17,6 +17,7 @@ from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
 
 _SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
+_RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
 _SYMPTOM = "symptoms/global/{}/value"
 
 
@@ -48,10 +49,12 @@ def standard_board(
             f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
         )
     twice, once = Patience(2, 0.5, cooldown), Patience(1, 0.5, cooldown)
-    thrice = Patience(3, 0.5, cooldown)
+    thrice, fifth = Patience(3, 0.5, cooldown), Patience(5, 0.5, cooldown)
+
+    first = warmup + length
 
     def window(floor: float, ratchet: int = 0) -> HealthyWindow:
-        return HealthyWindow(warmup, warmup + length, floor=floor, ratchet=ratchet)
+        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet)
 
     entropy = "router/global/entropy/(mean|min)"
     load = "router/global/max_violation/mean"
@@ -59,12 +62,12 @@ def standard_board(
         "finite": Threshold("non-finite", ".*", math.inf, once),
         "nonfinite": Threshold("non-finite", _SYMPTOM.format("nonfinite"), 0.0, once),
         "logit limit": Threshold("limit", "attention/global/max_logit/max", 1e4, once),
-        "dead": Threshold("limit", "router/global/dead/mean", 0.5, twice),
-        "radial": Threshold("limit", r"delta\d+/global/[qk]/radial_alignment/mean", 0.02, twice),
-        "spectra": RobustZ("z", _SPECTRA, window(0.04, 1), "down", patience=twice),
-        "spectra drift": Cusum("drift", _SPECTRA, window(0.04, 1), "down", patience=once),
-        "router": RobustZ("z", entropy, window(0.02, 1), "down", patience=twice),
-        "router drift": Cusum("drift", entropy, window(0.02, 1), "down", patience=once),
+        "dead": Threshold("limit", "router/global/dead/mean", 0.5, thrice, first),
+        "radial": Threshold("limit", _RADIAL, 0.05, twice, first),
+        "spectra": RobustZ("z", _SPECTRA, window(0.03, 1), "down", 5.0, twice),
+        "spectra drift": Cusum("drift", _SPECTRA, window(0.03, 1), "down", 20.0, patience=once),
+        # A router's entropy falls by a sixth in a healthy run: no drift detector for it.
+        "router": RobustZ("z", entropy, window(0.04, 1), "down", patience=twice),
         "load": RobustZ("z", load, window(0.1), "up", patience=twice),
         "experts": RobustZ(
             "z", "router/global/effective_experts/mean", window(0.02), "down", patience=twice
@@ -75,8 +78,11 @@ def standard_board(
             "z", "attention/global/entropy/mean", window(0.07), "down", patience=twice
         ),
         "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
-        "grade": GradeWatch(warmup, length, patience=Patience(1, 0.5, cooldown)),
+        "grade": GradeWatch(warmup, patience=Patience(1, 0.5, cooldown)),
         "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
+        "gradient level": Surge(
+            "shift", _SYMPTOM.format("grad_norm"), warmup, threshold=3.0, patience=fifth
+        ),
         "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
         "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
         "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),

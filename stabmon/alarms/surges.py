@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from stabmon.alarms.detectors import Alarm
 from stabmon.alarms.deviations import one_sided
-from stabmon.alarms.latch import ONCE, Latches, Patience, matches
+from stabmon.alarms.latch import ONCE, Latches, Patience, selected
 
 
 @dataclass
@@ -57,11 +57,11 @@ class Surge:
     pattern: str
     first: int = 0
     side: Literal["up", "down"] = "up"
-    threshold: float = 6.0
-    decay: float = 0.97
+    threshold: float | int = 6.0
+    decay: float | int = 0.97
     settle: int = 20
-    clip: float = 2.5
-    floor: float = 0.02
+    clip: float | int = 2.5
+    floor: float | int = 0.02
     log: bool = True
     patience: Patience = ONCE
     latches: Latches = field(init=False)
@@ -77,8 +77,7 @@ class Surge:
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample; the alarms that it raises."""
         raised = []
-        for key in (k for k in values if matches(self.pattern, k)):
-            value = values[key]
+        for key, value in selected(self.pattern, values):
             z, expected = self._z(key, step, value)
             score = one_sided(z, self.side) / self.threshold if math.isfinite(value) else z
             if self.latches.update(key, step, score):

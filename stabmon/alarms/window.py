@@ -13,22 +13,27 @@ from typing import Any
 import numpy as np
 
 RECENT = 8
+MOST = 200
 
 
 def median_and_spread(
     values: Sequence[float] | np.ndarray, floor: float = 0.02
 ) -> tuple[float, float]:
-    """Median and robust spread, 1.4826 · MAD · (1 + 3/n), of finite values.
+    """Median of finite values in their order, and their robust spread about a straight line.
 
-    The last factor makes up for how far the MAD of a few values can fall short. The spread is at
-    least `floor · |median|`, and positive.
+    Spread: 1.4826 · MAD · (1 + 5/n) of what is left beside the line with the median slope of all
+    pairs (Theil–Sen), so that a course does not pass for noise; the last factor makes up for how
+    far the MAD of a few values can fall short. At least `floor · |median|`, and positive.
 
-    >>> median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0])
-    (3.0, 2.37216)
+    >>> median_and_spread([1.0, 2.0, 3.0, 4.0, 100.0], floor=0.1)
+    (3.0, 0.3)
     """
     x = np.asarray(values, float)
     median = float(np.median(x))
-    spread = 1.4826 * float(np.median(np.abs(x - median))) * (1 + 3 / len(x))
+    i, j = np.triu_indices(len(x), 1)
+    rest = x - float(np.median((x[j] - x[i]) / (j - i))) * np.arange(len(x)) if len(x) > 1 else x
+    deviation = float(np.median(np.abs(rest - np.median(rest))))
+    spread = 1.4826 * deviation * (1 + 5 / len(x))
     return median, max(spread, floor * abs(median), 1e-6)
 
 
@@ -37,6 +42,7 @@ class HealthyWindow:
     """Learns each metric's level between two steps, and keeps to it.
 
     A metric that is sampled seldom is given longer: its window lasts until it has `least` samples.
+    Of one that is sampled often the first 200 count.
     With a ratchet the level follows the run in the healthy direction, never in the harmful one, so
     that a metric which improves while the run learns is judged by the best it has been, and a slow
     collapse is not absorbed.
@@ -46,8 +52,8 @@ class HealthyWindow:
         last: Last healthy step.
         least: Finite samples that each metric needs.
         floor: Smallest spread, as a fraction of the level.
-        ratchet: +1: the level may rise (the median of the last 8 samples above it), −1: it may
-            fall, 0: it stays.
+        ratchet: +1: the level may rise, to a spread below the median of the last 8 samples;
+            −1: it may fall likewise; 0: it stays.
 
     Raises:
         ValueError: The window ends before it begins, or `least` < 3.
@@ -55,8 +61,8 @@ class HealthyWindow:
 
     first: int
     last: int
-    least: int = 8
-    floor: float = 0.02
+    least: int = 12
+    floor: float | int = 0.02
     ratchet: int = 0
     _samples: dict[str, list[float]] = field(default_factory=dict)
     _frozen: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -71,7 +77,7 @@ class HealthyWindow:
         if self.least < 3:
             raise ValueError(f"healthy window: expected least >= 3 samples, got {self.least}")
 
-    def level(self, key: str, step: int, value: float) -> tuple[float, float] | None:
+    def level(self, key: str, step: int, value: float | int) -> tuple[float, float] | None:
         """Take a sample; level and spread to judge it by, None while they are being learned.
 
         A value that is not finite never enters.
@@ -89,7 +95,8 @@ class HealthyWindow:
             self._frozen[key] = median_and_spread(samples, self.floor)
             self._samples.pop(key)
             return self.level(key, step, value)
-        samples.append(value)
+        if len(samples) < MOST:
+            samples.append(value)
         return None
 
     def _follow(self, key: str, value: float) -> None:
@@ -98,9 +105,10 @@ class HealthyWindow:
         recent = [*self._recent.get(key, []), value][-RECENT:]
         self._recent[key] = recent
         median, spread = self._frozen[key]
-        middle = float(np.median(recent))
-        if len(recent) == RECENT and (middle - median) * self.ratchet > 0:
-            self._frozen[key] = (middle, max(spread, self.floor * abs(middle)))
+        # A spread short of it: the best of many medians is a spread too good by chance.
+        near = float(np.median(recent)) - self.ratchet * spread
+        if len(recent) == RECENT and (near - median) * self.ratchet > 0:
+            self._frozen[key] = (near, max(spread, self.floor * abs(near)))
 
     def state(self) -> dict[str, Any]:
         """All that has been learned, as JSON can hold it."""
