@@ -93,9 +93,8 @@ def diagnose(
         if ranked:
             words.append(f"nearest to {ranked[0][1].fault.value}, but the evidence is thin")
         return Diagnosis(step, Fault.UNKNOWN, best, tuple(words), *_place(list(alarms)))
-    chosen = [pair for pair in ranked if pair[0] >= THIN]
-    if chosen[0][1].fault is Fault.NONFINITE:
-        chosen = chosen[:1]
+    final = ranked[0][1].fault is Fault.NONFINITE
+    chosen = ranked[:1] if final else [pair for pair in ranked if pair[0] >= THIN]
     relevant = [sign for _, signature in chosen for sign in _relevant(signature, signs)]
     own = [alarm for sign, alarm in first.items() if sign in relevant]
     words = [_words(alarm) for alarm in sorted(own, key=lambda alarm: -_strength(alarm))]

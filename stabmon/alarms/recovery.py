@@ -130,8 +130,9 @@ class Recovery:
             raise ValueError(
                 f"recovery state has format {state['format']}, this code reads up to {FORMAT}"
             )
-        standing = dict(state["standing"])
-        self.standing = Standing(**standing | {"phase": Phase(standing["phase"])})
+        standing: dict[str, Any] = {**state["standing"]}
+        standing["phase"] = Phase(standing["phase"])
+        self.standing = Standing(**standing)
         self.pending = tuple(
             Action(**row | {"kind": Kind(row["kind"])}) for row in state["pending"]
         )
