@@ -105,7 +105,7 @@ def diagnose(
     if len(faults) > 1:
         words.insert(0, "together: " + ", ".join(fault.value for fault in faults))
         return Diagnosis(step, Fault.SEVERAL, confidence, tuple(words), *_place(places), faults)
-    return Diagnosis(step, faults[0], confidence, tuple(words), *_place(places))
+    return Diagnosis(step, ranked[0][1].fault, confidence, tuple(words), *_place(places))
 
 
 def _first_of_each_sign(alarms: Sequence[Alarm]) -> dict[str, Alarm]:

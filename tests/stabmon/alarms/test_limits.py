@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from stabmon.alarms.deviations import Cusum, RobustZ
+from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import AllHeads, Threshold
 from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
@@ -59,9 +60,9 @@ def test_most_heads_sharp_is_all_heads_unless_they_were_before():
 
 def test_one_outlier_is_a_surge_and_does_not_blind_the_baseline():
     x = noise(0, 200)
-    x[100], x[170] = 3.0, 3.0
-    alarms = feed(Surge("surge", "m"), x)
-    assert [a.step for a in alarms] == [1000, 1700]
+    x[100], x[105] = 30.0, 1.7
+    alarms = feed(Surge("surge", "m", patience=Patience(dwell=1, cooldown=0)), x)
+    assert [a.step for a in alarms] == [1000, 1050]
     assert alarms[1].reference == pytest.approx(1.0, rel=0.05)
 
 
