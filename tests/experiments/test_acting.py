@@ -28,7 +28,7 @@ from stabmon.output.runlog import load_run
 
 ROOT = Path(__file__).parents[2]
 UPDATE = "symptoms/global/update_norm/value"
-LIMIT = 0.05  # about a third of the update norm at the full learning rate
+LIMIT = 0.05  # 0.06 at the full learning rate; calm again under a half of it
 
 
 def tiny(folder, **changes):
@@ -104,7 +104,7 @@ def test_the_learning_rate_is_cut_to_what_the_ladder_says(whole):
     steps, norms = load_run(config.runs / "tiny").metrics[UPDATE]
     late = norms[(steps >= 40) & (steps < 100)]
     assert len(late) == 12
-    assert np.all((late > 0.02) & (late < LIMIT))
+    assert np.all((late > 0.010) & (late < 0.015))  # 0.06 at the full rate
 
 
 def test_the_moments_begin_anew_at_the_rollback(whole):
