@@ -33,9 +33,9 @@ class TrainState(NamedTuple):
 
 
 class Checkpoints:
-    """Saves and restores a `TrainState` under `folder`, the newest `keep` of them."""
+    """Saves and restores a `TrainState` under `folder`, the newest `keep` of them (None: all)."""
 
-    def __init__(self, folder: Path, keep: int = 3):
+    def __init__(self, folder: Path, keep: int | None = 3):
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         self._manager = ocp.CheckpointManager(folder.resolve(), options=options)
 
@@ -43,8 +43,25 @@ class Checkpoints:
         """Step of the newest whole checkpoint, None without one."""
         return self._manager.latest_step()
 
-    def save(self, state: TrainState) -> None:
-        """Write `state`; returns when it is on disk, so that its buffers may then be donated."""
+    def steps(self) -> list[int]:
+        """Steps of all whole checkpoints, ascending."""
+        return sorted(self._manager.all_steps())
+
+    def delete(self, step: int) -> None:
+        """Remove the checkpoint at `step`."""
+        self._manager.delete(step)
+
+    def notes(self, step: int) -> dict[str, Any]:
+        """What was saved beside the state at `step`."""
+        return self._meta(step).get("notes", {})
+
+    def save(self, state: TrainState, notes: dict[str, Any] | None = None) -> None:
+        """Write `state`; returns when it is on disk, so that its buffers may then be donated.
+
+        Args:
+            state: What to save; a step that is there already is not written again.
+            notes: Kept beside it, as JSON can hold it.
+        """
         step = int(state.step)
         if step in self._manager.all_steps():
             return
@@ -52,7 +69,9 @@ class Checkpoints:
         items = {
             "params": ocp.args.StandardSave(state.params),
             "optimizer": ocp.args.StandardSave(optimizer),
-            "meta": ocp.args.JsonSave({"format": FORMAT, "step": step, "ring": ring is not None}),
+            "meta": ocp.args.JsonSave(
+                {"format": FORMAT, "step": step, "ring": ring is not None, "notes": notes or {}}
+            ),
         }
         if ring is not None:
             items["monitor"] = ocp.args.StandardSave(_plain(ring))
@@ -69,8 +88,7 @@ class Checkpoints:
         step = self.latest() if step is None else step
         if step is None:
             raise FileNotFoundError(f"no checkpoint in {self._manager.directory}")
-        meta = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
-        meta = meta["meta"]
+        meta = self._meta(step)
         if meta["format"] > FORMAT:
             raise ValueError(
                 f"checkpoint {step} has format {meta['format']}, this code reads up to {FORMAT}"
@@ -93,6 +111,10 @@ class Checkpoints:
             ring = jax.tree.unflatten(jax.tree.structure(ring), jax.tree.leaves(got["monitor"]))
         count = jax.numpy.asarray(step, like.step.dtype)
         return TrainState(count, got["params"], attach(got["optimizer"], ring))
+
+    def _meta(self, step: int) -> dict[str, Any]:
+        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
+        return self._manager.restore(step, args=args)["meta"]
 
     def close(self) -> None:
         """Release the folder."""

@@ -41,7 +41,7 @@ class Board:
     def advance(self, step: int) -> None:
         """Note that `step` updates have been dispatched."""
         now = time.perf_counter()
-        if self._since is None:
+        if self._since is None or step <= self._since[1]:
             self._since = (now, step)
         elif now - self._since[0] > 0.5:
             seconds = (now - self._since[0]) / (step - self._since[1])

@@ -8,12 +8,16 @@ continues it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
+    python -m experiments.train --name watched --steps 1000 --alarms.on     alarms, advice only
+    python -m experiments.train --name cared-for --steps 1000 --act         acts on them too
+
+What `--act` does is in `acting.py`.
 """
 
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +27,15 @@ import numpy as np
 import tyro
 
 import stabmon
-from experiments.checkpoints import Checkpoints
-from experiments.data import Corpus, batches, load_corpus
+from experiments.acting import Acting, AlarmConfig
+from experiments.checkpoints import Checkpoints, TrainState
+from experiments.data import Corpus, batches, load_corpus, windows
 from experiments.faults import AttentionFault
 from experiments.progress import Board
 from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.ladder import EXIT_UNRECOVERED
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
 from stabmon.output.runlog import RunLog, load_run
@@ -57,6 +63,9 @@ class Config:
             matched clean run.
         reference: File of a reference (`stabmon.alarms.reference`); samples are judged by it while
             the run goes on, and alarms printed and journalled. None: no alarms.
+        act: Whether the recovery ladder acts on the run: cuts the learning rate, rolls back, stops.
+            False: what it would do is journalled, if `alarms.on`.
+        alarms: Watching without a reference, and how the ladder is climbed.
         evaluate_every: Steps between evaluations on the held-out split; 0: only at the end.
         checkpoint_every: Steps between checkpoints; 0: only at the end.
         resume: Go on from the newest checkpoint.
@@ -75,6 +84,8 @@ class Config:
     fault: AttentionFault | None = None
     armed: bool = True
     reference: Path | None = None
+    act: bool = False
+    alarms: AlarmConfig = field(default_factory=AlarmConfig)
     evaluate_every: int = 0
     checkpoint_every: int = 500
     resume: bool = False
@@ -90,12 +101,14 @@ class Result:
         step: Steps done; fewer than asked for if it was interrupted.
         loss: Training loss of the last step, nats per token.
         held_out: Mean loss on the held-out split, nats per token.
+        code: Exit code: 0, or `stabmon.alarms.ladder.EXIT_UNRECOVERED` where the ladder stopped it.
     """
 
     folder: Path
     step: int
     loss: float
     held_out: float
+    code: int = 0
 
 
 def train(config: Config) -> Result:
@@ -115,18 +128,37 @@ def train(config: Config) -> Result:
         )
     data = batches(corpus, seed=config.seed, batch=config.batch, context=context)
     held_out_loss = make_evaluation(config, corpus)
-    init, step_fn, monitor = make_step(config.model, config.optimizer, config.monitor, config.fault)
+    optimizer = replace(config.optimizer, control=config.optimizer.control or config.act)
+    init, step_fn, monitor = make_step(config.model, optimizer, config.monitor, config.fault)
+    watched = config.act or config.alarms.on
     folder = config.runs / config.name
     with RunLog.open(folder, _identity(config), resume=config.resume) as log:
-        saved = Checkpoints(folder / "checkpoints")
-        state = init(config.seed)
+        saved = Checkpoints(folder / "checkpoints", keep=None if watched else 3)
+        fresh: Callable[[], TrainState] = lambda: init(config.seed)
+        state = fresh()
+        acting = None
+        if watched:
+            order = windows(corpus, seed=config.seed, batch=config.batch, context=context)
+            learned = None if config.reference is None else Reference.load(config.reference)
+            acting = Acting.of(
+                config.alarms,
+                config.act,
+                config.optimizer.warmup,
+                folder,
+                log,
+                saved,
+                order,
+                learned,
+            )
         if config.resume and saved.latest() is not None:
             state = saved.restore(state)
+            if acting is not None:
+                state = acting.resume(state, fresh)
         if config.fault is not None and config.armed:
             log.fault(**config.fault.journal())
         step, loss = int(state.step), jnp.nan
         detector = None
-        if config.reference is not None:
+        if config.reference is not None and acting is None:
             detector = BandDetector(Reference.load(config.reference))
             replay(load_run(folder), detector, before=step)
         armed = jnp.float32(config.armed)
@@ -138,39 +170,62 @@ def train(config: Config) -> Result:
                 values[HELD_OUT] = float(held_out)
             log.sample(step, values, tokens=step * config.batch * context)
             board.show(step, values)
+            if acting is not None:
+                for alarm in acting.observe(step, values):
+                    board.alarm(alarm)
             for alarm in detector.update(step, values) if detector else ():
                 log.event("alarm", step, **alarm.event())
                 board.alarm(alarm)
             if readings is not None and (path := readings.offender()) is not None:
                 log.event("nonfinite", step, path=path)
 
+        def save() -> None:
+            if acting is None:
+                saved.save(state)
+            elif not acting.wants_rollback:
+                acting.save(state, float(loss))
+
         with Board(config.name, config.steps, config.batch * context, config.quiet) as board:
             with _interruptible() as stop:
-                while step < config.steps and not stop:
+                while not stop:
+                    if acting is not None:
+                        if acting.recovery.stop:
+                            break
+                        if acting.wants_rollback:
+                            state, pending = acting.roll_back(fresh), None
+                            step = int(state.step)
+                        state = acting.before(step, state)
+                    if step >= config.steps:
+                        break
                     held_out = None
                     if config.evaluate_every and step % config.evaluate_every == 0:
                         held_out = held_out_loss(state.params)
                     due = monitor.due(step)
-                    state, readings, loss = step_fn(state, data[step], armed, due=due)
+                    batch = data[step if acting is None else step + acting.data_shift]
+                    state, readings, loss = step_fn(state, batch, armed, due=due)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)
                     pending = (step, readings, held_out) if due or held_out is not None else None
                     step += 1
                     board.advance(step)
-                    if config.checkpoint_every and step % config.checkpoint_every == 0:
-                        if pending is not None:
-                            write(*pending)
-                            pending = None
-                        saved.save(state)
+                    saves = config.checkpoint_every and step % config.checkpoint_every == 0
+                    if pending is not None and (saves or step >= config.steps):
+                        write(*pending)
+                        pending = None
+                    if saves:
+                        save()
             if pending is not None:
                 write(*pending)
-        saved.save(state)
+        save()
         saved.close()
         final = float(held_out_loss(state.params))
-        if step >= config.steps:
+        stopped = acting is not None and acting.recovery.stop
+        if stopped:
+            log.event("stopped", step, code=EXIT_UNRECOVERED)
+        elif step >= config.steps:
             log.event("finished", step, loss=float(loss), held_out=final)
-    return Result(folder, step, float(loss), final)
+    return Result(folder, step, float(loss), final, EXIT_UNRECOVERED if stopped else 0)
 
 
 def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
@@ -193,6 +248,9 @@ def _identity(config: Config) -> dict[str, Any]:
     """
     skipped = ("name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference")
     whole = {k: v for k, v in asdict(config).items() if k not in skipped}
+    for option in ("act", "alarms"):
+        if getattr(config, option) == getattr(Config(), option):
+            del whole[option]
     for group, options in _LATER.items():
         default = asdict(getattr(Config(), group))
         for name in options:
@@ -226,3 +284,4 @@ def _interruptible() -> Iterator[list[int]]:
 if __name__ == "__main__":
     result = train(tyro.cli(Config))
     print(f"{result.folder}: step {result.step}, loss {result.loss:.3f}")
+    raise SystemExit(result.code)

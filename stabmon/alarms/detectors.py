@@ -1,13 +1,14 @@
-"""Detectors: from a stream of values to alarms, one sample at a time.
+"""Alarms, what every detector has in common, and the detector that judges by learned bands.
 
 NumPy and the standard library only; each detector can be stopped and resumed. What is healthy is
-`reference.py`'s; what the alarms mean together, `attribution.py`'s.
+`reference.py`'s; detectors that need no clean runs are in `deviations.py`, `surges.py`,
+`limits.py` and `grades.py`; what the alarms mean together, `attribution.py`'s.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from stabmon.alarms.reference import Reference, z_score
 
@@ -23,6 +24,8 @@ class Alarm:
         value: Its value at that step.
         reference: What was expected.
         z: Distance from it, in spreads; NaN for a non-finite value.
+        layer: Layer that is worst, None where that is not known.
+        head: Head that is worst, None where that is not known.
     """
 
     step: int
@@ -31,12 +34,42 @@ class Alarm:
     value: float
     reference: float
     z: float
+    layer: int | None = None
+    head: int | None = None
+
+    @property
+    def direction(self) -> str:
+        """Where the value went: "up", "down", or "non-finite"."""
+        if not math.isfinite(self.value):
+            return "non-finite"
+        return "down" if self.value < self.reference else "up"
 
     def event(self) -> dict[str, Any]:
-        """The row of `events.jsonl`, less kind and step."""
+        """The row of `events.jsonl`, less kind and step, and less a place that is not known."""
         row = asdict(self)
         row.pop("step")
-        return row
+        return {k: v for k, v in row.items() if k not in ("layer", "head") or v is not None}
+
+
+@runtime_checkable
+class Detector(Protocol):
+    """What every detector is: a stream of samples in, alarms out, with a state that JSON holds."""
+
+    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Take one sample, any subset of the metrics; the alarms that it raises."""
+        ...
+
+    def active(self) -> tuple[str, ...]:
+        """Metrics that are in alarm now, whether or not it was raised long ago."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """All that has been learned from the stream, as JSON can hold it."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        ...
 
 
 @dataclass
@@ -78,6 +111,8 @@ class BandDetector:
         band = self.reference.bands[key]
         expected, sd = band(step)
         first, last = self.reference.window
+        if band.judged == "after" and step <= last and math.isfinite(value):
+            return 0.0
         if band.judged == "own":
             count, offset = self._offsets.get(key, (0, 0.0))
             if first <= step <= last and math.isfinite(value):
@@ -87,6 +122,10 @@ class BandDetector:
                 return 0.0
             expected += offset
         return z_score(value, expected, sd)
+
+    def active(self) -> tuple[str, ...]:
+        """Metrics that are out of their band now, for as long as the dwell asks."""
+        return tuple(key for key, run in self._run.items() if abs(run) >= self.dwell)
 
     def _dwells(self, key: str, value: float, z: float) -> bool:
         if not math.isfinite(value):

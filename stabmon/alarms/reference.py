@@ -1,7 +1,8 @@
 """What a healthy run looks like: an expected course with a spread for each metric.
 
-Learned from clean runs, saved as a small JSON file that can be shipped. What is made of a
-deviation is decided in `detectors.py`.
+Learned from clean runs, or frozen from a healthy window of the run itself; saved as a small JSON
+file that can be shipped. What is made of a deviation is decided in `detectors.py`; the same window
+as a stream, sample by sample, is `window.py`.
 """
 
 import json
@@ -13,10 +14,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from stabmon.alarms.window import median_and_spread
 from stabmon.output.runlog import Run
 
 FORMAT = 1
-Judged = Literal["reference", "own"]
+Judged = Literal["reference", "own", "after"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Band:
         sd: Spread of clean runs around it at each of them, positive.
         judged: "reference": a value is compared with the course itself. "own": the course gives
             only the trend; the run's own mean deviation over the healthy window is taken off
-            first, since the metric sits at another level for every seed.
+            first, since the metric sits at another level for every seed. "after": as "reference",
+            but nothing is judged before the healthy window has ended.
     """
 
     steps: np.ndarray
@@ -146,6 +149,49 @@ def learn(
         bands[key] = Band(steps, mean, np.maximum(spread, floor), judged)
     provenance = {"runs": [run.name for run in runs], **dict(source or {})}
     return Reference(bands, window, provenance)
+
+
+def freeze(
+    run: Run,
+    keys: Sequence[str],
+    window: tuple[int, int],
+    warmup: int = 0,
+    floor: float = 0.02,
+) -> Reference:
+    """A reference from a healthy window of the run that is to be judged: median and MAD, constant.
+
+    For a run that has no clean sisters. The bands do not move afterwards: a rolling baseline would
+    absorb a slow collapse. Nothing is judged before the window has ended.
+
+    Args:
+        run: The run so far.
+        keys: Metrics to take.
+        window: Healthy steps, (first, last).
+        warmup: Steps of learning-rate warm-up, which the window must not reach into.
+        floor: Smallest spread, as a fraction of the median.
+
+    Raises:
+        ValueError: The window begins within the warm-up, or holds fewer than three finite values
+            of a metric.
+    """
+    if window[0] < warmup:
+        raise ValueError(
+            f"the healthy window {window} begins within the warm-up of {warmup} steps, whose "
+            f"course is not the run's: let it begin at {warmup} or later"
+        )
+    bands = {}
+    for key in keys:
+        steps, values = run.metrics.get(key, (np.zeros(0, int), np.zeros(0)))
+        inside = values[(steps >= window[0]) & (steps <= window[1]) & np.isfinite(values)]
+        if len(inside) < 3:
+            raise ValueError(
+                f"run {run.name} has {len(inside)} finite values of {key!r} in steps {window}; a "
+                "spread needs at least 3: take a longer window"
+            )
+        median, spread = median_and_spread(inside, floor)
+        at = np.asarray([window[1]])
+        bands[key] = Band(at, np.asarray([median]), np.asarray([spread]), "after")
+    return Reference(bands, window, {"runs": [run.name], "frozen": list(window)})
 
 
 def _weights(steps: np.ndarray, i: int, bandwidth: int) -> tuple[slice, np.ndarray, np.ndarray]:

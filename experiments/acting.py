@@ -1,0 +1,257 @@
+"""The recovery ladder at work in a training run: alarms, diagnoses and actions, carried out.
+
+`Acting` stands between `train.py`'s loop and `stabmon.alarms`: it feeds samples to the detectors,
+journals what they say in order, and does to the training state what the ladder asks for. With
+`act=False` it only writes down what it would do. Which rules there are is not decided here.
+
+A rollback is journalled in `recovery.json` before anything is undone, and each of its steps may be
+taken twice; so a run killed in the midst of one finishes it on `--resume`. The checkpoint itself
+carries the state of detectors and ladder.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from grain import MapDataset
+
+import optax_ext
+from experiments.checkpoints import Checkpoints, TrainState
+from stabmon.alarms.board import AlarmBoard
+from stabmon.alarms.detectors import Alarm
+from stabmon.alarms.ladder import Action, Kind, Phase, Policy
+from stabmon.alarms.ledger import CheckpointLedger
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.reference import Reference
+from stabmon.alarms.signatures import Fault
+from stabmon.alarms.standard import standard_board
+from stabmon.output.jsonl import floats, plain
+from stabmon.output.runlog import RunLog, read_jsonl
+
+
+@dataclass(frozen=True)
+class AlarmConfig:
+    """Watching by `stabmon.alarms.standard`, and how the recovery ladder is climbed.
+
+    Attributes:
+        on: Whether the run is watched at all; `--act` implies it.
+        window: Steps of the healthy window after the warm-up.
+        watch: Steps to watch after the learning rate was halved.
+        verify: Steps of verification after a rollback.
+        dwell: Healthy steps before and after a checkpoint that make it trusted.
+        min_grade: Lowest grade of a trusted checkpoint.
+        max_rollbacks: Rollbacks before the run is stopped.
+        skip_data: Whether the data between checkpoint and alarm are passed over after a rollback.
+    """
+
+    on: bool = False
+    window: int = 200
+    watch: int = 500
+    verify: int = 1000
+    dwell: int = 500
+    min_grade: int = 4
+    max_rollbacks: int = 3
+    skip_data: bool = False
+
+
+@dataclass
+class Acting:
+    """Detectors, diagnosis and ladder of one run.
+
+    Attributes:
+        folder: The run's folder.
+        log: Where events go.
+        saved: The run's checkpoints.
+        board: The detectors.
+        recovery: The ladder.
+        data_shift: Steps by which the data run ahead of the counter, where some were passed over.
+    """
+
+    folder: Path
+    log: RunLog
+    saved: Checkpoints
+    board: AlarmBoard
+    recovery: Recovery
+    data_shift: int = 0
+    _named: Fault = Fault.UNKNOWN
+    _scale: tuple[int, float] | None = None
+    _windows: MapDataset | None = field(default=None, repr=False)
+
+    @classmethod
+    def of(
+        cls,
+        config: AlarmConfig,
+        act: bool,
+        warmup: int,
+        folder: Path,
+        log: RunLog,
+        saved: Checkpoints,
+        windows: MapDataset,
+        reference: Reference | None = None,
+    ) -> "Acting":
+        """As configured; `windows` are the indices of the data of each step."""
+        policy = Policy(
+            act=act,
+            watch=config.watch,
+            verify=config.verify,
+            max_rollbacks=config.max_rollbacks,
+            skip_data=config.skip_data,
+        )
+        recovery = Recovery(policy, CheckpointLedger(config.dwell, config.min_grade))
+        board = standard_board(warmup, config.window, reference)
+        return cls(folder, log, saved, board, recovery, _windows=windows)
+
+    @property
+    def wants_rollback(self) -> bool:
+        """Whether `roll_back` is to be called before the next step."""
+        return self.recovery.phase is Phase.ROLLING_BACK
+
+    def observe(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Take a sample; journal its alarms, a diagnosis that is new, and actions, in this order.
+
+        A learning-rate factor takes effect two steps later, when the sample has reached the host
+        in every case, interrupted or not.
+        """
+        alarms = self.board.update(step, values)
+        for alarm in alarms:
+            self.log.event("alarm", step, **alarm.event())
+        diagnosis = self.board.diagnose() if self.board.recent else None
+        if diagnosis is not None and diagnosis.fault is not self._named:
+            self._named = diagnosis.fault
+            self.log.event("diagnosis", step, **diagnosis.event())
+        actions = self.recovery.update(
+            step,
+            alarms,
+            self.board.grade,
+            healthy=self.board.healthy,
+            health=self.board.health,
+            diagnosis=diagnosis,
+        )
+        for action in actions:
+            self.log.event("action", step, **action.event())
+            if action.kind is Kind.KEEP_BATCHES:
+                self._keep_batches(action)
+            elif action.kind is Kind.SCALE_LEARNING_RATE and not action.dry:
+                self._scale = (step + 2, action.fields["scale"])
+        return alarms
+
+    def before(self, step: int, state: TrainState) -> TrainState:
+        """The state that `step` starts from: with the learning-rate factor that is due."""
+        if self._scale is None or step < self._scale[0]:
+            return state
+        scale, self._scale = self._scale[1], None
+        return state._replace(opt_state=set_scale(state.opt_state, scale))
+
+    def save(self, state: TrainState, loss: float) -> None:
+        """Enter a checkpoint in the ledger, write it, and delete those that may go."""
+        step = int(state.step)
+        if step in self.saved.steps():
+            return
+        finite = all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state.params))
+        self.recovery.ledger.saved(step, self.board.grade, loss, finite)
+        self.saved.save(state, self._state())
+        for old in self.recovery.ledger.deletable():
+            self.saved.delete(old)
+            self.recovery.ledger.forget([old])
+
+    def resume(self, state: TrainState, fresh: Callable[[], TrainState]) -> TrainState:
+        """Go on from the newest checkpoint, of which `state` is; finishes a rollback first."""
+        step = self.saved.latest()
+        if step is None:
+            return state
+        self._restore(self.saved.notes(step))
+        journal = self._journal()
+        if journal is not None and journal["number"] > self.recovery.standing.rollbacks:
+            return self._undo(journal, fresh)
+        return state
+
+    def roll_back(self, fresh: Callable[[], TrainState]) -> TrainState:
+        """Carry out the pending rollback; the state to go on from."""
+        number, target = self.recovery.standing.rollbacks, self.recovery.standing.target
+        skip = [a.fields for a in self.recovery.pending if a.kind is Kind.SKIP_DATA]
+        shift = self.data_shift + (skip[0]["last"] - skip[0]["first"] if skip else 0)
+        journal = {"number": number, "target": target, "data_shift": shift}
+        journal["recovery"] = self.recovery.state()
+        half = self.folder / "recovery.json.part"
+        half.write_text(json.dumps(plain(journal)) + "\n", encoding="utf-8")
+        half.replace(self.folder / "recovery.json")
+        return self._undo(journal, fresh)
+
+    def _undo(self, journal: Mapping[str, Any], fresh: Callable[[], TrainState]) -> TrainState:
+        """Go back as the journal says: restore, smaller learning rate, fresh moments."""
+        target = journal["target"]
+        begun = fresh()
+        state = self.saved.restore(begun, target)
+        self._restore(self.saved.notes(target))
+        self.recovery.restore(journal["recovery"])
+        self.recovery.rolled_back()
+        self._forget_deleted()
+        self._scale, self._named = None, Fault.UNKNOWN
+        self.data_shift = journal["data_shift"]
+        opt_state = optax_ext.reset_moments(state.opt_state, begun.opt_state)
+        opt_state = set_scale(opt_state, self.recovery.standing.scale)
+        done = [row for row in read_jsonl(self.folder / "events.jsonl") if row["kind"] == "rewind"]
+        if len(done) < journal["number"]:
+            self.log.rewind(target)
+        for later in [step for step in self.saved.steps() if step > target]:
+            self.saved.delete(later)
+        return state._replace(opt_state=opt_state)
+
+    def _journal(self) -> dict[str, Any] | None:
+        path = self.folder / "recovery.json"
+        return floats(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+    def _state(self) -> dict[str, Any]:
+        return plain(
+            {
+                "board": self.board.state(),
+                "recovery": self.recovery.state(),
+                "named": self._named.value,
+                "scale": self._scale,
+                "data_shift": self.data_shift,
+            }
+        )
+
+    def _restore(self, notes: Mapping[str, Any]) -> None:
+        if not notes:
+            raise ValueError(
+                f"the checkpoint in {self.folder} was saved without alarms: resume it as it was "
+                "begun, or begin a new run with them"
+            )
+        notes = floats(dict(notes))
+        self.board.restore(notes["board"])
+        self.recovery.restore(notes["recovery"])
+        self._forget_deleted()
+        self._named = Fault(notes["named"])
+        self._scale = None if notes["scale"] is None else tuple(notes["scale"])
+        self.data_shift = notes["data_shift"]
+
+    def _forget_deleted(self) -> None:
+        """The ledger was written before the deletions that followed it."""
+        ledger, there = self.recovery.ledger, self.saved.steps()
+        ledger.forget([step for step in ledger.entries if step not in there])
+
+    def _keep_batches(self, action: Action) -> None:
+        """Write which windows of the data the steps around an S0 were fed."""
+        order, shift = self._windows, self.data_shift
+        if order is None:
+            return
+        steps = range(action.fields["first"], action.fields["last"] + 1)
+        fed = {step: np.asarray(order[step + shift]).tolist() for step in steps}
+        path = self.folder / f"batches-{action.step:08d}.json"
+        path.write_text(json.dumps(fed) + "\n", encoding="utf-8")
+
+
+def set_scale(opt_state: Any, scale: float) -> Any:
+    """The optimizer state with the factor of `scale_by_control` at `scale`, whatever it was."""
+    now = float(optax.tree.get(opt_state, "control_scale"))
+    if not math.isfinite(now) or now <= 0:
+        raise ValueError(f"the learning-rate factor in force is {now}, it cannot be scaled")
+    return optax_ext.scale_learning_rate(opt_state, scale / now)

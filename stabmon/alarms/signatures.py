@@ -1,0 +1,212 @@
+"""What each fault looks like: which signs it needs, which speak for it, which against.
+
+A sign is a quantity and where it went, such as "Δ2 down". Data only; how signs are read off alarms
+and weighed is `attribution.py`.
+"""
+
+import re
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from stabmon.alarms.detectors import Alarm
+
+# First match wins. By rule and key of an alarm, "rule|key".
+_QUANTITIES = (
+    (r"all heads\|.*", "all heads"),
+    (r"shift\|symptoms/[^/]+/grad_norm/.*", "gradient level"),
+    (r".*\|delta\d+/[^/]+/delta[123]/.*", "Δ2"),
+    (r".*\|delta\d+/[^/]+/(query|key)/.*", "ΔW"),
+    (r".*\|delta\d+/[^/]+/[qk]/radial_alignment/.*", "radial alignment"),
+    (r".*\|router/[^/]+/entropy/.*", "router entropy"),
+    (r".*\|router/[^/]+/(max_violation|dead|effective_experts|dropped)/.*", "expert load"),
+    (r".*\|router/[^/]+/margin.*", "router margin"),
+    (r".*\|attention/[^/]+/(entropy|sharp_heads)/.*", "attention entropy"),
+    (r".*\|attention/[^/]+/max_logit/.*", "attention logit"),
+    (r".*\|activations/[^/]+/(rank_ratio\w*|grade)/.*", "rank"),
+    (r".*\|symptoms/[^/]+/grad_norm/.*", "gradient norm"),
+    (r".*\|symptoms/[^/]+/(update_norm|update_ratio)/.*", "update size"),
+    (r".*\|symptoms/[^/]+/nonfinite/.*", "non-finite"),
+    (r".*\|(symptoms|train)/[^/]+/loss/.*", "loss"),
+    (r".*\|evaluation/[^/]+/loss/.*", "held-out loss"),
+)
+SPECTRA = ("Δ2", "ΔW", "radial alignment")
+# Where one of these came first, the spectra follow from what it tells.
+_BEFORE_SPECTRA = (
+    "router entropy down",
+    "update size up",
+    "rank",
+    "gradient level up",
+    "loss down",
+    "expert load",
+)
+
+
+class Fault(StrEnum):
+    """The classes that can be told apart."""
+
+    ATTENTION = "attention numerics"
+    LEARNING_RATE = "learning rate"
+    BALANCE = "batch or balance"
+    DIRTY_BATCH = "dirty batch"
+    NO_QK_NORM = "missing QK-norm"
+    LOW_RANK = "low-rank pathology"
+    REPEATED_DATA = "repeated data"
+    NONFINITE = "non-finite values"
+    SEVERAL = "several at once"
+    UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """One way in which a fault shows.
+
+    A sign names a quantity, with or without a direction: "Δ2", "router entropy down". Besides
+    those of alarms there are "loss falling" (over the last samples), "router quiet" (it is
+    measured and none of its entropies alarmed) and "over: QUANTITY" (its alarm has ended).
+
+    Attributes:
+        fault: What it is a sign of.
+        needs: Groups of signs; at least one of each group must be there.
+        base: Confidence with these alone, in [0, 1].
+        supports: {sign: confidence that it adds}.
+        against: {sign: confidence that it takes away}.
+        leads: Of the two groups of signs the first must not begin later than the second, but for
+            the caller's slack; None: no order.
+    """
+
+    fault: Fault
+    needs: tuple[tuple[str, ...], ...]
+    base: float
+    supports: dict[str, float] = field(default_factory=dict)
+    against: dict[str, float] = field(default_factory=dict)
+    leads: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+
+
+SIGNATURES = (
+    Signature(Fault.NONFINITE, (("non-finite",),), 0.95),
+    Signature(
+        Fault.ATTENTION,
+        (SPECTRA,),
+        0.25,
+        {
+            "Δ2": 0.2,
+            "ΔW": 0.2,
+            "radial alignment": 0.2,
+            "router quiet": 0.1,
+            "attention logit": 0.1,
+        },
+        leads=(SPECTRA, _BEFORE_SPECTRA),
+    ),
+    Signature(
+        # Beside a learning rate that is too high, which moves Δ2 but not the alignment.
+        Fault.ATTENTION,
+        (("radial alignment up",), ("Δ2 down", "ΔW down")),
+        0.5,
+        {"attention logit": 0.1},
+    ),
+    Signature(
+        Fault.LEARNING_RATE,
+        (("update size up",),),
+        0.6,
+        {"Δ2": 0.1, "gradient norm up": 0.05, "loss up": 0.15, "router entropy down": 0.15},
+        leads=(("update size up",), SPECTRA),
+    ),
+    Signature(
+        Fault.LEARNING_RATE,
+        (("router entropy down",), ("Δ2 down",)),
+        0.65,
+        {"loss up": 0.1, "gradient norm up": 0.1, "update size up": 0.15},
+        leads=(("router entropy down",), ("Δ2 down",)),
+    ),
+    Signature(
+        Fault.BALANCE,
+        (("expert load", "router margin"),),
+        0.5,
+        {
+            "expert load": 0.1,
+            "router margin": 0.1,
+            "gradient norm up": 0.05,
+            "router entropy up": 0.1,
+        },
+        {"rank": 0.1},
+    ),
+    Signature(
+        # A smaller batch: the noise of the gradient is there at once, and stays.
+        Fault.BALANCE,
+        (("gradient level up",),),
+        0.55,
+        {"router entropy up": 0.1},
+        {"router entropy down": 0.2, "rank": 0.2, "all heads": 0.2, "update size up": 0.2},
+        leads=(("gradient level up",), SPECTRA),
+    ),
+    Signature(
+        Fault.DIRTY_BATCH,
+        (("gradient norm up",),),
+        0.35,
+        {"over: gradient norm": 0.25, "loss up": 0.1},
+        {"router entropy": 0.3, "rank": 0.3, "all heads": 0.3, "update size up": 0.1}
+        | {"gradient level up": 0.3}
+        | dict.fromkeys(SPECTRA, 0.3),
+    ),
+    Signature(
+        Fault.NO_QK_NORM,
+        (("all heads",),),
+        0.6,
+        {"attention logit": 0.2, "gradient norm up": 0.05},
+        dict.fromkeys(SPECTRA, 0.25),
+    ),
+    Signature(
+        Fault.LOW_RANK,
+        (("rank",), ("gradient norm up",)),
+        0.75,
+        {"loss up": 0.1},
+        dict.fromkeys(SPECTRA, 0.1),
+    ),
+    Signature(
+        # What was seen before is predicted much better than new text.
+        Fault.REPEATED_DATA,
+        (("loss down",),),
+        0.6,
+        {"attention entropy down": 0.1, "held-out loss up": 0.3},
+        {"gradient norm up": 0.1},
+    ),
+    Signature(
+        Fault.REPEATED_DATA,
+        (("attention entropy down", "all heads"), ("loss falling", "loss down")),
+        0.5,
+        {"loss down": 0.3, "held-out loss up": 0.3},
+        {"gradient norm up": 0.1, "attention logit": 0.1} | dict.fromkeys(SPECTRA, 0.2),
+    ),
+)
+
+# What the first fault brings about by itself; the second is then no fault of its own.
+EXPLAINS = frozenset(
+    {
+        (Fault.LEARNING_RATE, Fault.BALANCE),
+        (Fault.LEARNING_RATE, Fault.NO_QK_NORM),
+        (Fault.LEARNING_RATE, Fault.REPEATED_DATA),
+        (Fault.LEARNING_RATE, Fault.DIRTY_BATCH),
+        (Fault.LEARNING_RATE, Fault.LOW_RANK),
+        (Fault.ATTENTION, Fault.LOW_RANK),
+        (Fault.ATTENTION, Fault.NO_QK_NORM),
+        (Fault.ATTENTION, Fault.REPEATED_DATA),
+        (Fault.ATTENTION, Fault.DIRTY_BATCH),
+        (Fault.NO_QK_NORM, Fault.REPEATED_DATA),
+        (Fault.REPEATED_DATA, Fault.NO_QK_NORM),
+        (Fault.LOW_RANK, Fault.NO_QK_NORM),
+        (Fault.LOW_RANK, Fault.DIRTY_BATCH),
+        (Fault.BALANCE, Fault.DIRTY_BATCH),
+    }
+)
+
+
+def quantity_of(alarm: Alarm) -> str | None:
+    """What an alarm is about, None if no signature speaks of it.
+
+    >>> quantity_of(Alarm(10, "z", "delta200/global/delta2/modes/p10", 3.0, 8.0, -9.0))
+    'Δ2'
+    """
+    if alarm.direction == "non-finite":
+        return "non-finite"
+    subject = f"{alarm.rule}|{alarm.key}"
+    return next((name for pattern, name in _QUANTITIES if re.fullmatch(pattern, subject)), None)

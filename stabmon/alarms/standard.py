@@ -1,0 +1,95 @@
+"""The detectors that a run has by default, for the keys that the monitor emits in brief detail.
+
+Thresholds are for a run without clean sisters, judged by its own window after the warm-up; how
+often they go off by mistake is measured by `calibration.py`.
+"""
+
+import math
+
+from stabmon.alarms.board import AlarmBoard
+from stabmon.alarms.detectors import BandDetector, Detector
+from stabmon.alarms.deviations import Cusum, RobustZ
+from stabmon.alarms.grades import GradeWatch
+from stabmon.alarms.latch import Patience
+from stabmon.alarms.limits import AllHeads, Threshold
+from stabmon.alarms.reference import Reference
+from stabmon.alarms.surges import Surge
+from stabmon.alarms.window import HealthyWindow
+
+_SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
+_RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
+_SYMPTOM = "symptoms/global/{}/value"
+
+
+def standard_board(
+    warmup: int = 100,
+    length: int = 200,
+    reference: Reference | None = None,
+    cooldown: int = 500,
+    span: int = 1000,
+) -> AlarmBoard:
+    """A board for a run that is watched by `stabmon.Monitor`.
+
+    Nothing is judged before step `warmup + length`, but for values that are not finite and for
+    fixed limits. Spectra and the router's entropy are judged by the best that the run has been,
+    downwards only: a healthy run's rise while it learns. Metrics that are not sampled cost nothing.
+
+    Args:
+        warmup: Steps of learning-rate warm-up.
+        length: Steps of the healthy window after it.
+        reference: Bands of clean runs, judged besides.
+        cooldown: Steps after an alarm in which the same metric raises no other.
+        span: Steps for which an alarm counts as evidence.
+
+    Raises:
+        ValueError: A negative warm-up, or no window.
+    """
+    if warmup < 0 or length < 1:
+        raise ValueError(
+            f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
+        )
+    twice, once = Patience(2, 0.5, cooldown), Patience(1, 0.5, cooldown)
+    thrice, fifth = Patience(3, 0.5, cooldown), Patience(5, 0.5, cooldown)
+
+    first = warmup + length
+
+    def window(floor: float, ratchet: int = 0) -> HealthyWindow:
+        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet)
+
+    entropy = "router/global/entropy/(mean|min)"
+    load = "router/global/max_violation/mean"
+    detectors: dict[str, Detector] = {
+        "finite": Threshold("non-finite", ".*", math.inf, once),
+        "nonfinite": Threshold("non-finite", _SYMPTOM.format("nonfinite"), 0.0, once),
+        "logit limit": Threshold("limit", "attention/global/max_logit/max", 1e4, once),
+        "dead": Threshold("limit", "router/global/dead/mean", 0.5, thrice, first),
+        "radial": Threshold("limit", _RADIAL, 0.05, twice, first),
+        "spectra": RobustZ("z", _SPECTRA, window(0.03, 1), "down", 5.0, twice),
+        "spectra drift": Cusum("drift", _SPECTRA, window(0.03, 1), "down", 20.0, patience=once),
+        # A router's entropy falls by a sixth in a healthy run: no drift detector for it.
+        "router": RobustZ("z", entropy, window(0.04, 1), "down", patience=twice),
+        "load": RobustZ("z", load, window(0.1), "up", patience=twice),
+        "experts": RobustZ(
+            "z", "router/global/effective_experts/mean", window(0.02), "down", patience=twice
+        ),
+        "margin": RobustZ("z", "router/global/margin/mean", window(0.05), "up", patience=twice),
+        "heads": AllHeads(window(0.02), patience=Patience(2, 0.75, cooldown)),
+        "entropy": RobustZ(
+            "z", "attention/global/entropy/mean", window(0.07), "down", patience=twice
+        ),
+        "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
+        "grade": GradeWatch(warmup, patience=Patience(1, 0.5, cooldown)),
+        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
+        "gradient level": Surge(
+            "shift", _SYMPTOM.format("grad_norm"), warmup, threshold=3.0, patience=fifth
+        ),
+        "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
+        "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
+        "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),
+        "held out": RobustZ(
+            "z", "evaluation/global/loss/value", window(0.02, -1), "up", patience=twice
+        ),
+    }
+    if reference is not None:
+        detectors["bands"] = BandDetector(reference)
+    return AlarmBoard(detectors, span)

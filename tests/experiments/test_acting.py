@@ -1,0 +1,256 @@
+"""The ladder at work on a tiny run: its story in order, and the same story when it is killed."""
+
+import dataclasses
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+
+import optax_ext
+from experiments import acting
+from experiments.acting import Acting, AlarmConfig, set_scale
+from experiments.checkpoints import Checkpoints
+from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.train import Config, train
+from models.config import GPTConfig
+from stabmon.alarms.board import AlarmBoard
+from stabmon.alarms.grades import Health
+from stabmon.alarms.ladder import EXIT_UNRECOVERED, Kind
+from stabmon.alarms.latch import Patience
+from stabmon.alarms.limits import Threshold
+from stabmon.output.runlog import load_run
+
+ROOT = Path(__file__).parents[2]
+UPDATE = "symptoms/global/update_norm/value"
+LIMIT = 0.05  # 0.06 at the full learning rate; calm again under a half of it
+
+
+def tiny(folder, **changes):
+    settings = Config(
+        name="tiny",
+        runs=Path(folder),
+        steps=100,
+        batch=4,
+        model=GPTConfig(layers=1, model=16, heads=2, context=16),
+        optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
+        monitor=MonitorConfig(delta=5, activations=0, weights=0, symptoms=5),
+        checkpoint_every=10,
+        quiet=True,
+        act=True,
+        alarms=AlarmConfig(watch=20, verify=30, dwell=10),
+    )
+    return dataclasses.replace(settings, **changes)
+
+
+def limited(limit=LIMIT):
+    """A board that holds the updates to be too large from step 40 on, unless the rate is cut."""
+    patience = Patience(dwell=1, cooldown=0)
+    return lambda *_: AlarmBoard({"limit": Threshold("limit", UPDATE, limit, patience, first=40)})
+
+
+@pytest.fixture
+def board(monkeypatch):
+    monkeypatch.setattr(acting, "standard_board", limited())
+
+
+def story(config):
+    """Events but for their time: (kind, step, what)."""
+    names = {"action": "action", "alarm": "key", "diagnosis": "fault"}
+    events = load_run(config.runs / "tiny").events
+    return [(e["kind"], e["step"], e.get(names.get(e["kind"], ""), "")) for e in events]
+
+
+def final_state(config):
+    optimizer = dataclasses.replace(config.optimizer, control=True)
+    init, _, _ = make_step(config.model, optimizer, config.monitor, config.fault)
+    return Checkpoints(config.runs / "tiny" / "checkpoints").restore(init(config.seed))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    config = tiny(tmp_path_factory.mktemp("whole"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(acting, "standard_board", limited())
+        return config, train(config)
+
+
+def test_the_events_tell_the_story_in_order(whole):
+    config, result = whole
+    assert story(config) == [
+        ("alarm", 40, UPDATE),
+        ("diagnosis", 40, "learning rate"),
+        ("action", 40, "scale learning rate"),
+        ("action", 60, "roll back"),
+        ("action", 60, "scale learning rate"),
+        ("action", 60, "reset optimizer"),
+        ("rewind", 20, ""),
+        ("action", 50, "resume"),
+        ("finished", 100, ""),
+    ]
+    assert (result.step, result.code) == (100, 0)
+
+
+def test_the_learning_rate_is_cut_to_what_the_ladder_says(whole):
+    config, _ = whole
+    assert float(optax.tree.get(final_state(config).opt_state, "control_scale")) == pytest.approx(
+        0.2
+    )
+    steps, norms = load_run(config.runs / "tiny").metrics[UPDATE]
+    late = norms[(steps >= 40) & (steps < 100)]
+    assert len(late) == 12
+    assert np.all((late > 0.010) & (late < 0.015))  # 0.06 at the full rate
+
+
+def test_the_moments_begin_anew_at_the_rollback(whole):
+    config, _ = whole
+    assert int(optax.tree.get(final_state(config).opt_state, "mu") is not None)
+    counts = [
+        int(x) for _, x in optax.tree.get_all_with_path(final_state(config).opt_state, "count")
+    ]
+    assert min(counts) == 80  # since step 20
+    assert max(counts) == 100  # the schedule went on
+
+
+class Killed(BaseException):
+    """Stands for SIGKILL: nothing more is written."""
+
+
+def dies(*_, **__):
+    raise Killed
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [
+        (Acting, "_undo"),
+        (optax_ext, "reset_moments"),
+        (acting.RunLog, "rewind"),
+        (Checkpoints, "delete"),
+    ],
+)
+def test_killed_in_the_midst_of_a_rollback_it_ends_in_the_same_state(
+    whole, tmp_path, board, monkeypatch, where, name
+):
+    config = tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        # Deletions before the rollback are of the ledger's making.
+        if name == "delete":
+            alive = Checkpoints.delete
+            patch.setattr(
+                Checkpoints, name, lambda self, step: dies() if step == 60 else alive(self, step)
+            )
+        else:
+            patch.setattr(where, name, dies)
+        with pytest.raises(Killed):
+            train(config)
+    train(dataclasses.replace(config, resume=True))
+    assert story(config) == story(whole[0])
+    jax.tree.map(np.testing.assert_array_equal, final_state(config), final_state(whole[0]))
+    runs = [load_run(c.runs / "tiny").metrics for c in (config, whole[0])]
+    assert runs[0].keys() == runs[1].keys()
+    for key in runs[0]:
+        np.testing.assert_array_equal(runs[0][key], runs[1][key])
+
+
+@pytest.mark.parametrize("steps", [41, 42, 55, 70])
+def test_interrupted_at_any_step_it_ends_in_the_same_state(whole, tmp_path, board, steps):
+    config = tiny(tmp_path)
+    train(dataclasses.replace(config, steps=steps))
+    train(dataclasses.replace(config, resume=True))
+    kept = [event for event in story(config) if event[0] != "finished"]
+    assert kept == [event for event in story(whole[0]) if event[0] != "finished"]
+    jax.tree.map(np.testing.assert_array_equal, final_state(config), final_state(whole[0]))
+
+
+def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board):
+    script = (
+        "import os, signal, sys; sys.path.insert(0, 'tests/experiments')\n"
+        "import test_acting as t\n"
+        "t.acting.standard_board = t.limited()\n"
+        "t.acting.RunLog.rewind = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
+        f"t.train(t.tiny({str(tmp_path)!r}))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=200, check=False)
+    assert done.returncode == -signal.SIGKILL
+    config = tiny(tmp_path)
+    assert json.loads((tmp_path / "tiny" / "recovery.json").read_text())["target"] == 20
+    train(dataclasses.replace(config, resume=True))
+    assert story(config) == story(whole[0])
+
+
+def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board):
+    advised = tiny(
+        tmp_path / "a", act=False, alarms=AlarmConfig(on=True, watch=20, verify=30, dwell=10)
+    )
+    plain = tiny(tmp_path / "b", act=False, alarms=AlarmConfig())
+    losses = [train(config).loss for config in (advised, plain)]
+    assert losses[0] == losses[1]
+    events = load_run(advised.runs / "tiny").events
+    assert {e["dry"] for e in events if e["kind"] == "action"} == {True}
+    assert "roll back" in {e.get("action") for e in events}
+    assert [e["kind"] for e in load_run(plain.runs / "tiny").events] == ["finished"]
+
+
+def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(acting, "standard_board", limited(1e-6))
+    config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=30, dwell=10, max_rollbacks=1))
+    result = train(config)
+    assert result.code == EXIT_UNRECOVERED
+    assert result.step < 100
+    kinds = [event[2] or event[0] for event in story(config)]
+    assert kinds.count("roll back") == 1
+    assert kinds[-2:] == ["stop", "stopped"]
+
+
+def test_around_an_s0_the_batches_are_written(tmp_path):
+    log, saved = type("Log", (), {"event": lambda *_, **__: None})(), None
+    order = [np.array([step, step + 1]) for step in range(1000)]
+    actor = Acting(tmp_path, log, saved, limited()(), acting.Recovery())
+    actor._windows = order
+    actor.board = type(
+        "Board",
+        (),
+        {
+            "update": lambda *_: [],
+            "recent": [],
+            "grade": 0,
+            "healthy": False,
+            "health": Health.HEALTHY,
+        },
+    )()
+    actor.observe(300, {})
+    (path,) = tmp_path.glob("batches-*.json")
+    fed = json.loads(path.read_text())
+    assert (min(map(int, fed)), max(map(int, fed)), fed["299"]) == (100, 500, [299, 300])
+
+
+def test_skipped_data_are_not_fed_again(tmp_path, board):
+    skipping = AlarmConfig(watch=20, verify=30, dwell=10, skip_data=True)
+    config = tiny(tmp_path, alarms=skipping)
+    train(config)
+    notes = Checkpoints(config.runs / "tiny" / "checkpoints").notes(100)
+    assert notes["data_shift"] == 40  # steps 20 to 60
+    assert Kind.SKIP_DATA.value in {what for _, _, what in story(config)}
+
+
+def test_a_checkpoint_without_alarms_is_not_resumed_with_them(tmp_path, board):
+    config = tiny(tmp_path, act=False, alarms=AlarmConfig())
+    optimizer = dataclasses.replace(config.optimizer, control=True)
+    config = dataclasses.replace(config, optimizer=optimizer, steps=10)
+    train(config)
+    (config.runs / "tiny" / "config.json").unlink()
+    (config.runs / "tiny" / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match="was saved without alarms"):
+        train(dataclasses.replace(config, act=True, resume=True))
+
+
+def test_the_factor_is_set_and_not_multiplied():
+    tx = optax_ext.scale_by_control()
+    state = set_scale(set_scale(tx.init(np.zeros(2)), 0.5), 0.2)
+    assert float(state.control_scale) == pytest.approx(0.2)
