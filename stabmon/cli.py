@@ -204,7 +204,7 @@ class Scan:
         total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
         with progress(total) as bar:
             advance = lambda what, count: bar.update(
-                bar.task_ids[0], advance=count, description=printable(what)
+                bar.task_ids[0], advance=count, description=printable(what)[-32:]
             )
             report = scan(found, limits, heads=self.heads, kv_heads=self.kv_heads, progress=advance)
         if self.json:
@@ -246,7 +246,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.showwarning = lambda message, *_: say(message)
             return command()
     except BrokenPipeError:
-        sys.stdout = open(os.devnull, "w")  # who read it has gone
+        # Who read it has gone; what is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _HEALTHY
     except KeyboardInterrupt:
         return _INTERRUPTED

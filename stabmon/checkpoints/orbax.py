@@ -35,7 +35,8 @@ def find_item(folder: Path) -> Path | None:
     """
     if (folder / "_METADATA").is_file():
         return folder
-    items = [x.name for x in sorted(folder.iterdir()) if (x / "_METADATA").is_file()]
+    inside = [x.name for x in sorted(folder.iterdir()) if (x / "_METADATA").is_file()]
+    items = [name for name in inside if not name[-1].isdigit()]  # those are checkpoints by step
     known = [name for name in _ITEMS if name in items] or items
     if len(known) > 1 and known[0] not in _ITEMS:
         raise ValueError(f"{folder} has items {items}: give the one with the parameters")

@@ -69,7 +69,14 @@ class Board:
         events = max(2, min(8, height // 4))
         lines = max(1, (height - events - 2) // (1 if wide else 2) - 3)
         boxes = [
-            Panel(Group(*content), title=title, title_align="left", width=side, padding=0)
+            Panel(
+                Group(*content),
+                title=title,
+                title_align="left",
+                width=side,
+                height=lines + 3,
+                padding=0,
+            )
             for title, content in self._panels(side - 2, lines, ascii_only).items()
         ]
         rows = [boxes] if wide else [boxes[:2], boxes[2:]]
@@ -109,7 +116,7 @@ class Board:
         entropy = pair(ENTROPY, Scale(0), ("layer", "head"))
         grades = self._grades()
         steps = [Curve(grades, "bold")]
-        graded = [self._state(grades), *chart(steps, lines, Scale(0, 7))]
+        graded = [self._state(grades, width), *chart(steps, lines, Scale(0, 7))]
         loss, grad = series(LOSS), series(GRAD)
         half = max(1, (lines - 1) // 2)
         both = [Text(f" loss {_last(loss)}", _MEAN), *chart([Curve(loss, _MEAN)], half, Scale())]
@@ -123,7 +130,7 @@ class Board:
             "loss, gradient norm": both if loss or grad else _nothing("symptoms", lines + 1),
         }
 
-    def _grades(self) -> Mapping[int, float]:
+    def _grades(self) -> Mapping[int, float | int]:
         """Grade of the worst layer, or of the mean rank ratio where that is all there is."""
         series = self._run.series
         for key in (f"{GRADE}/min", f"{GRADE}/mean"):
@@ -131,14 +138,16 @@ class Board:
                 return series[key]
         return {step: grade_of(x) for step, x in series.get(f"{RATIO}/mean", {}).items()}
 
-    def _state(self, grades: Mapping[int, float]) -> Text:
+    def _state(self, grades: Mapping[int, float | int], width: int) -> Text:
         """The last grade in words; alarm below S3."""
         if not grades:
             return Text("")
         last = grades[max(grades)]
         state = state_of(grades, max(grades))
         words = Text(f" S{last:.0f} {state}", _STATES.get(state, ""))
-        return words + Text("  worst layer; alarm below S3", "dim")
+        line = words + Text("  worst layer; alarm below S3", "dim")
+        line.truncate(width, overflow="ellipsis")
+        return line
 
     def _events(self, width: int, count: int) -> list[Text]:
         """The last alarms and actions, newest first."""
@@ -159,7 +168,9 @@ class Board:
         return lines + [Text("")] * (count - len(lines))
 
 
-def watch(folder: str | Path, console: Console, *, once: bool = False, every: float = 1.0) -> None:
+def watch(
+    folder: str | Path, console: Console, *, once: bool = False, every: float | int = 1.0
+) -> None:
     """Shows the board of a run until Ctrl-C; or one frame of it.
 
     Args:
@@ -186,7 +197,7 @@ def watch(folder: str | Path, console: Console, *, once: bool = False, every: fl
         return
 
 
-def _last(samples: Mapping[int, float], form: str = ".3g") -> str:
+def _last(samples: Mapping[int, float | int], form: str = ".3g") -> str:
     """The newest value."""
     return format(samples[max(samples)], form) if samples else "–"
 

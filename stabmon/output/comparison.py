@@ -70,7 +70,7 @@ def learn_reference(runs: Sequence[Run], window: tuple[int, int] | None = None) 
 
 
 def compare(
-    runs: Sequence[Run], reference: Reference, *, threshold: float = 5.0, dwell: int = 2
+    runs: Sequence[Run], reference: Reference, *, threshold: float | int = 5.0, dwell: int = 2
 ) -> list[Comparison]:
     """Replays runs against a reference.
 

@@ -25,7 +25,7 @@ class Curve(NamedTuple):
         style: Its colour; also the only thing told by colour alone, so name it in words too.
     """
 
-    samples: Mapping[int, float]
+    samples: Mapping[int, float | int]
     style: str
 
 
@@ -39,8 +39,8 @@ class Scale:
         log: Whether it is logarithmic.
     """
 
-    low: float | None = None
-    high: float | None = None
+    low: float | int | None = None
+    high: float | int | None = None
     log: bool = False
 
 

@@ -51,7 +51,7 @@ class Ranked:
     score: float
 
 
-def rank_checkpoints(run: Run, steps: Iterable[int], tolerance: float = 0.1) -> list[Ranked]:
+def rank_checkpoints(run: Run, steps: Iterable[int], tolerance: float | int = 0.1) -> list[Ranked]:
     """Returns checkpoints of a run, best first.
 
     Args:
@@ -70,7 +70,7 @@ def rank_checkpoints(run: Run, steps: Iterable[int], tolerance: float = 0.1) -> 
     return sorted(ranked, key=lambda x: (x.score, order[x.state], -x.step))
 
 
-def grade_of(ratio: float) -> int:
+def grade_of(ratio: float | int) -> int:
     """Returns the grade of a rank ratio, 0…7; `stabmon.grade` on the host.
 
     Args:
@@ -83,7 +83,7 @@ def grade_of(ratio: float) -> int:
     return sum(ratio > threshold for threshold in _THRESHOLDS) if math.isfinite(ratio) else 0
 
 
-def state_of(grades: Mapping[int, float], step: int) -> State:
+def state_of(grades: Mapping[int, float | int], step: int) -> State:
     """Returns the state that grades amount to at a step: from the last one, and from its fall.
 
     Args:
@@ -104,7 +104,7 @@ def state_of(grades: Mapping[int, float], step: int) -> State:
     return "healthy" if last >= 5 else "caution"
 
 
-def _judge(run: Run, step: int, tolerance: float) -> Ranked:
+def _judge(run: Run, step: int, tolerance: float | int) -> Ranked:
     """One checkpoint by what was measured up to its step."""
     stem = "activations/global/rank_ratio"
     ratio_key = next((x for x in (f"{stem}/min", f"{stem}/mean") if x in run.metrics), stem)

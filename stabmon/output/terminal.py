@@ -91,7 +91,7 @@ def progress(total: int) -> Progress:
     """
     bar = Progress(
         TextColumn("{task.description}", markup=False),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=16),
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(compact=True),
         console=Console(stderr=True),

@@ -6,6 +6,7 @@ What lives here: `scan` and its `Report`, and what counts as wrong. What does no
 At any time one layer of a checkpoint is in memory, and the same layer of the one before.
 """
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -33,8 +34,8 @@ class Limits:
         exact: Largest min(m, n) for which the effective rank is measured, by a full SVD.
     """
 
-    stable_rank: float = 1.5
-    relative: float = 0.0
+    stable_rank: float | int = 1.5
+    relative: float | int = 0.0
     exact: int = 1024
 
 
@@ -149,14 +150,8 @@ def _one(
     health = Health(plan.checkpoint, plan.layout.name, [], skipped, [])
     change = Change(before.checkpoint, plan.checkpoint) if before else None
     for layer in plan.layers:
-        now = plan.load(layer)
-        rows = matrix_rows(plan.layout, now, limits.exact)
-        health.matrices.extend({"layer": layer, **row} for row in rows)
-        if before and known and change:
-            norms = {(x["role"], x["expert"]): x["norm"] for x in known.of_layer(layer)}
-            moved, by_head = change_rows(plan.layout, before.load(layer), now, norms)
-            change.matrices.extend({"layer": layer, **row} for row in moved)
-            change.heads.extend({"layer": layer, **row} for row in by_head)
+        _one_layer(plan, before, known, layer, limits, health, change)
+        gc.collect()  # or JAX keeps what it was given until its next call, with the next layer read
         progress(f"{name}, layer {layer}", plan.size(layer))
     for row in health.matrices:
         health.problems.extend(f"{name}: {place(row)} {text}" for text in _wrong(row, limits))
@@ -165,6 +160,26 @@ def _one(
             health.problems.append(f"{name}: {path} has {count:,} entries that are not finite")
         progress(f"{name}, {path}", plan.checkpoint.leaves[path].nbytes)
     return health, change
+
+
+def _one_layer(
+    plan: Plan,
+    before: Plan | None,
+    known: Health | None,
+    layer: int,
+    limits: Limits,
+    health: Health,
+    change: Change | None,
+) -> None:
+    """Adds the rows of one layer to the health of a checkpoint and to its change."""
+    now = plan.load(layer)
+    rows = matrix_rows(plan.layout, now, limits.exact)
+    health.matrices.extend({"layer": layer, **row} for row in rows)
+    if before and known and change:
+        norms = {(x["role"], x["expert"]): x["norm"] for x in known.of_layer(layer)}
+        moved, by_head = change_rows(plan.layout, before.load(layer), now, norms)
+        change.matrices.extend({"layer": layer, **row} for row in moved)
+        change.heads.extend({"layer": layer, **row} for row in by_head)
 
 
 def _wrong(row: Row, limits: Limits) -> Iterator[str]:
