@@ -195,17 +195,14 @@ class Scan:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import open_checkpoints
-        from stabmon.output.terminal import printable, progress, show_json
+        from stabmon.output.terminal import progress, show_json
         from stabmon.scan.health import Limits, scan
         from stabmon.scan.table import as_json, show
 
         found = open_checkpoints(self.checkpoints)
         limits = Limits(self.min_stable_rank, self.min_relative, self.exact)
         total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
-        with progress(total) as bar:
-            advance = lambda what, count: bar.update(
-                bar.task_ids[0], advance=count, description=printable(what)[-32:]
-            )
+        with progress(total) as advance:
             report = scan(found, limits, heads=self.heads, kv_heads=self.kv_heads, progress=advance)
         if self.json:
             show_json(_console(), as_json(report))
@@ -244,7 +241,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.simplefilter("default", UserWarning)
             warnings.showwarning = lambda message, *_: say(message)
-            return command()
+            code = command()
+            sys.stdout.flush()
+            return code
     except BrokenPipeError:
         # Who read it has gone; what is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,7 +9,9 @@ characters that would steer the terminal are spelled out.
 
 import json
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
@@ -83,18 +85,33 @@ def show_json(console: Console, value: Any) -> None:
     console.file.write(json.dumps(plain(value), indent=2, allow_nan=False) + "\n")
 
 
-def progress(total: int) -> Progress:
-    """Returns a progress bar over bytes, on standard error, with one task.
+@contextmanager
+def progress(total: int) -> Iterator[Callable[[str, int], None]]:
+    """Shows progress over bytes on standard error: a bar, or in a log a line for every tenth.
 
     Args:
         total: Bytes in all.
+
+    Returns:
+        A context with a function of what was done and how many bytes that were.
     """
-    bar = Progress(
+    console = Console(stderr=True)
+    columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(bar_width=16),
         DownloadColumn(binary_units=True),
         TimeRemainingColumn(compact=True),
-        console=Console(stderr=True),
     )
-    bar.add_task("reading", total=total)
-    return bar
+    with Progress(*columns, console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("reading", total=total)
+        done = tenths = 0
+
+        def advance(what: str, count: int) -> None:
+            nonlocal done, tenths
+            done += count
+            bar.update(task, advance=count, description=printable(what)[-32:])
+            if not console.is_terminal and 10 * done // max(total, 1) > tenths:
+                tenths = 10 * done // max(total, 1)
+                print(f"{10 * tenths:3d} % {printable(what)}", file=sys.stderr, flush=True)
+
+        yield advance
