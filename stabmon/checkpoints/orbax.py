@@ -77,7 +77,7 @@ def open_orbax(item: Path) -> tuple[dict[str, Leaf], Fetch]:
         file = ".".join(name)
         if not ocdbt and ("/" in file or "\\" in file or not file.strip(".")):
             raise ValueError(f"{item} names an array outside of its folder, {file!r}: not opened")
-        base = f"file://{item.resolve()}/"
+        base = {"driver": "file", "path": f"{item.resolve()}/"}
         inside = {"driver": "ocdbt", "base": base, "path": f"{file}/"}
         beside = {"driver": "file", "path": f"{item.resolve()}/{file}/"}
         spec = {"driver": driver, "kvstore": inside if ocdbt else beside}

@@ -145,7 +145,7 @@ class Board:
         last = grades[max(grades)]
         state = state_of(grades, max(grades))
         words = Text(f" S{last:.0f} {state}", _STATES.get(state, ""))
-        line = words + Text("  worst layer; alarm below S3", "dim")
+        line = words + Text("  alarm below S3", "dim")
         line.truncate(width, overflow="ellipsis")
         return line
 

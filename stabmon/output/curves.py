@@ -67,7 +67,7 @@ def draw(
     Example:
         >>> lines = draw([Curve({0: 0.0, 1: 1.0}, "blue")], 14, 2, Scale())
         >>> print("\n".join(line.plain for line in lines))
-             1 ⠀⠀⠀⢀⡠⠔⠉
+             1 ⠀⠀⠀⢀⡠⠔⠊
              0 ⡠⠔⠊⠁⠀⠀⠀
     """
     series = [_series(curve, scale.log) for curve in curves]

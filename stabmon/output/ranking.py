@@ -33,8 +33,8 @@ class Ranked:
             100 steps, or a loss that is not finite); alarms make it caution at least.
         grade: Grade of the worst layer, 0…7; None without a sample.
         rank_ratio: Rank ratio of the worst layer; None without a sample.
-        loss: Median of the last five samples of the held-out loss, or else of the training loss;
-            None without a sample.
+        loss: Newest held-out loss, or else the median of the last five samples of the training
+            loss; None without a sample.
         measured: Step of the newest of these samples, at or before `step`; None without any.
         alarms: Metric keys, or rules, of the alarms raised up to here and not undone by a rewind.
         score: What it is ranked by, lower is better: the loss, raised by the tolerance in caution;
@@ -109,7 +109,9 @@ def _judge(run: Run, step: int, tolerance: float | int) -> Ranked:
     stem = "activations/global/rank_ratio"
     ratio_key = next((x for x in (f"{stem}/min", f"{stem}/mean") if x in run.metrics), stem)
     loss_key = next((key for key in LOSSES if _newest(run, key, step)), "")
-    ratio, loss = _newest(run, ratio_key, step), _newest(run, loss_key, step, LEVEL)
+    # Each training batch is another one; the held-out text is always the same.
+    count = 1 if loss_key == LOSSES[0] else LEVEL
+    ratio, loss = _newest(run, ratio_key, step), _newest(run, loss_key, step, count)
     grades = {at: float(grade_of(x)) for at, x in _series(run, ratio_key).items()}
     state = state_of(grades, step)
     alarms = active_alarms(run, step)

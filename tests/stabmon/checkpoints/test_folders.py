@@ -80,10 +80,15 @@ def test_a_whole_training_state_is_cut_down_to_its_parameters(tmp_path):
     assert ("opt_state/mu/norm/scale", "not under params/") in one.skipped
 
 
-def test_the_value_of_a_flax_variable_is_no_step_of_a_path(tmp_path):
+def test_the_value_of_a_flax_variable_is_no_step_and_folders_may_have_any_name(tmp_path):
+    folder = tmp_path / "odd name #1 50%25?" / "3"
     with ocp.StandardCheckpointer() as writer:
         writer.save(tmp_path / "3", {"q": {"kernel": {"value": W}}})
-    assert list(open_checkpoints([tmp_path / "3"])[0].leaves) == ["q/kernel"]
+    folder.parent.mkdir()
+    (tmp_path / "3").rename(folder)
+    one = open_checkpoints([folder])[0]
+    assert list(one.leaves) == ["q/kernel"]
+    np.testing.assert_array_equal(one.read("q/kernel"), W)
 
 
 def test_heads_come_from_the_config_beside_the_weights(tmp_path):

@@ -74,6 +74,13 @@ def test_one_noisy_batch_does_not_decide():
     assert [x.step for x in rank_checkpoints(made, [500, 900])] == [900, 500]
 
 
+def test_the_held_out_loss_is_taken_as_it_is_and_first():
+    made = run(losses=[9.0] * 4)
+    held_out = (np.array([100, 200, 300]), np.array([3.0, 2.0, 1.0]))
+    made.metrics["evaluation/global/loss/value"] = held_out
+    assert [x.loss for x in rank_checkpoints(made, [300, 250])] == [1.0, 2.0]
+
+
 def test_checkpoints_before_any_sample_come_last():
     made = run(ratios=[0.65] * 4, losses=[2.0] * 4)
     last = rank_checkpoints(made, [5, 400])[-1]
