@@ -157,7 +157,7 @@ def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
     one batch. Experts count as a head axis.
     """
     stored = layout.collect(params, fold=False)
-    flat = {role: _flat(role, w) for role, w in stored.items()}
+    flat = {role: flat_matrices(role, w) for role, w in stored.items()}
     batches: dict[tuple[int, ...], list[str]] = {}
     for role, w in flat.items():
         batches.setdefault(w.shape[1:], []).append(role)
@@ -175,7 +175,7 @@ def weight_metrics(layout: Layout, params: PyTree) -> Metrics:
     return out
 
 
-def _flat(role: str, w: Float[Array, "..."]) -> Float[Array, "L ... m n"]:
+def flat_matrices(role: str, w: Float[Array, "..."]) -> Float[Array, "L ... m n"]:
     """The matrices of a role with the model axis D first, heads side by side.
 
     One orientation for those that read the stream and those that write into it, so that equal

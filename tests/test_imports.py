@@ -12,6 +12,7 @@ FORBIDDEN = {
     "models": {"stabmon", "optax_ext", "experiments"},
     "stabmon/alarms": {"jax", "flax", "optax"},
     "stabmon/output": {"jax", "flax", "optax"},
+    "stabmon/checkpoints": {"jax", "flax", "optax", "orbax"},
 }
 
 

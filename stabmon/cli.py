@@ -1,0 +1,273 @@
+"""`stabmon watch | report | compare | rank | scan`: the command line.
+
+What lives here: the commands' arguments, exit codes, and how results are printed. What does not:
+the work, which is a function in a room of its own for each command.
+"""
+
+import io
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+MISSING = 'the stabmon command needs more packages: pip install "stabmon[cli]"'
+_HEALTHY, _WRONG, _UNREADABLE, _INTERRUPTED = 0, 1, 2, 130
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A live board of a run: rank ratio, grade, attention entropy, loss and gradient norm.
+
+    Attributes:
+        run: Folder of the run, such as runs/NAME; it may still be written.
+        once: Print one frame and exit.
+        every: Seconds between frames.
+    """
+
+    run: Path
+    once: bool = False
+    every: float = 1.0
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.output.board import watch
+
+        watch(self.run, _console(), once=self.once, every=self.every)
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
+class Report:
+    """Write a self-contained HTML report on one or more runs.
+
+    Attributes:
+        runs: Folders of runs, a clean one first.
+        out: The file, or a folder for report.html; by default the folder of the last run.
+    """
+
+    runs: tuple[Path, ...]
+    out: Path | None = None
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.output.report import write_report
+
+        _some(self.runs, "runs")
+        print(write_report(self.runs, self.out or self.runs[-1] / "report.html"))
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Replay runs against clean ones: which monitor spoke when, and how long before the loss.
+
+    Attributes:
+        runs: Folders of the runs to be judged.
+        reference: Two or more clean runs of other seeds, or one reference file (.json).
+        window: Healthy steps, for metrics judged by the run's own level; by default from a
+            twentieth to three twentieths of the clean runs.
+        threshold: Spreads that are too many.
+        dwell: Samples running that make an alarm.
+        save: Write the reference that was learned to this file.
+        json: Print JSON instead of tables.
+    """
+
+    runs: tuple[Path, ...]
+    reference: tuple[Path, ...] = ()
+    window: tuple[int, int] | None = None
+    threshold: float = 5.0
+    dwell: int = 2
+    save: Path | None = None
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.alarms.reference import Reference
+        from stabmon.output.comparison import compare, learn_reference
+        from stabmon.output.runlog import load_run
+        from stabmon.output.terminal import show_json, table
+
+        _some(self.runs, "runs")
+        _some(self.reference, "--reference: clean runs or a .json file")
+        if len(self.reference) == 1 and self.reference[0].is_file():
+            reference = Reference.load(self.reference[0])
+        else:
+            reference = learn_reference([load_run(x) for x in self.reference], self.window)
+        if self.save:
+            reference.save(self.save)
+        runs = [load_run(folder) for folder in self.runs]
+        found = compare(runs, reference, threshold=self.threshold, dwell=self.dwell)
+        console = _console()
+        if self.json:
+            rows = [
+                {"run": x.run.name, "onset": x.onset, "table": [asdict(lead) for lead in x.table]}
+                for x in found
+            ]
+            show_json(console, rows)
+            return _HEALTHY
+        columns = ("monitor", "first alarm", "after onset", "lead over loss")
+        for x in found:
+            rows = []
+            for lead in x.table:
+                bound = "≥ " if lead.lead_is_bound else ""
+                ahead = f"{bound}{lead.lead:,}" if lead.lead else None
+                first = "never" if lead.first is None else lead.first
+                rows.append((lead.monitor, first, lead.after, ahead))
+            onset = "no fault" if x.onset is None else f"fault from step {x.onset:,}"
+            console.print(table(f"First alarms of {x.run.name}, {onset}", rows, columns))
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Rank a run's checkpoints by health and loss: collapsing with a low loss is not the best.
+
+    Attributes:
+        run: Folder of the run.
+        tolerance: How much lower, as a fraction, the loss of a checkpoint in caution must be to
+            come before a healthy one.
+        json: Print JSON instead of a table.
+    """
+
+    run: Path
+    tolerance: float = 0.1
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.checkpoints.folders import checkpoint_steps
+        from stabmon.output.ranking import rank_checkpoints
+        from stabmon.output.runlog import load_run
+        from stabmon.output.terminal import show_json, table
+
+        run = load_run(self.run)
+        steps = checkpoint_steps(self.run / "checkpoints")
+        if not steps:
+            raise ValueError(f"{self.run / 'checkpoints'} holds no checkpoints to rank")
+        ranked = rank_checkpoints(run, steps, self.tolerance)
+        console = _console()
+        if self.json:
+            show_json(console, [{**asdict(x), "path": steps[x.step]} for x in ranked])
+            return _HEALTHY
+        rows = [
+            (
+                *(str(i), x.state, x.step, None if x.grade is None else f"S{x.grade}"),
+                *(x.rank_ratio, x.loss, len(x.alarms) or None, x.measured),
+            )
+            for i, x in enumerate(ranked, 1)
+        ]
+        columns = ("", "state", "step", "grade", "rank ratio", "loss", "alarms", "measured at")
+        console.print(table(f"Checkpoints of {run.name}, best first", rows, columns, words=2))
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
+class Scan:
+    """Offline health of checkpoints: Orbax, safetensors (single or sharded), runs, folders of them.
+
+    One layer at a time is in memory. Exit code 0: nothing wrong; 1: entries that are not finite, a
+    matrix that is zero, or one below a limit; 2: unreadable.
+
+    Attributes:
+        checkpoints: Files or folders, in the order of training; changes are measured between
+            successive ones.
+        heads: Query heads, where neither shapes nor a config.json tell.
+        kv_heads: Key-value heads, likewise.
+        min_stable_rank: Stable rank below which a matrix counts as collapsed.
+        min_relative: The same as a fraction of a Gaussian's stable rank; 0 is off.
+        exact: Largest smaller side of a matrix for which the effective rank is measured, by a full
+            SVD.
+        every: A line for each matrix instead of one for each role.
+        json: Print JSON instead of tables.
+    """
+
+    checkpoints: tuple[Path, ...]
+    heads: int | None = None
+    kv_heads: int | None = None
+    min_stable_rank: float = 1.5
+    min_relative: float = 0.0
+    exact: int = 1024
+    every: bool = False
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.checkpoints.folders import open_checkpoints
+        from stabmon.output.terminal import progress, show_json
+        from stabmon.scan.health import Limits, scan
+        from stabmon.scan.table import as_json, show
+
+        found = open_checkpoints(self.checkpoints)
+        limits = Limits(self.min_stable_rank, self.min_relative, self.exact)
+        total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
+        with progress(total) as advance:
+            report = scan(found, limits, heads=self.heads, kv_heads=self.kv_heads, progress=advance)
+        if self.json:
+            show_json(_console(), as_json(report))
+        else:
+            show(_console(), report, every=self.every)
+        return _WRONG if report.problems else _HEALTHY
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    Args:
+        arguments: Instead of the process's own.
+    """
+    # Read when LAPACK is loaded; its threads and XLA's get in each other's way.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    try:
+        import tyro
+
+        from stabmon.output.terminal import printable
+    except ImportError as error:
+        print(f"stabmon: {MISSING} ({error})", file=sys.stderr)
+        return _UNREADABLE
+    command = tyro.cli(
+        Watch | Report | Compare | Rank | Scan,
+        prog="stabmon",
+        description="Sees a language-model training run going wrong before the loss does.",
+        args=arguments,
+        config=(tyro.conf.PositionalRequiredArgs, tyro.conf.FlagCreatePairsOff),
+    )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without Unicode
+    say = lambda text: print(f"stabmon: {printable(str(text))}", file=sys.stderr)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", UserWarning)
+            warnings.showwarning = lambda message, *_: say(message)
+            code = command()
+            sys.stdout.flush()
+            return code
+    except BrokenPipeError:
+        # Who read it has gone; what is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _HEALTHY
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except (OSError, ValueError, ImportError) as error:
+        say(error)
+        return _UNREADABLE
+
+
+def _console():
+    """Standard output; a pipe gets wide lines."""
+    from rich.console import Console
+
+    sized = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console() if sized else Console(width=120)
+
+
+def _some(paths: Sequence[Path], what: str) -> None:
+    """There is at least one path."""
+    if not paths:
+        raise ValueError(f"no {what} given; see stabmon --help")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

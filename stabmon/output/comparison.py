@@ -1,0 +1,150 @@
+"""`stabmon compare`: runs replayed against a reference, and how early each monitor spoke.
+
+What lives here: which metrics are compared and how each is judged, and `compare`. What does not:
+references, detectors and lead times themselves (`stabmon.alarms`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.lead import Lead, lead_times, replay
+from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.output.panels import Panel, default_panels, split_key
+from stabmon.output.ranking import LOSSES
+from stabmon.output.runlog import Run
+from stabmon.output.verdict import first_onset
+
+# Metrics that sit at another level for every seed are judged by the run's own healthy window.
+_OWN = re.compile(r"(norm|stable_rank|max_logit|entropy|rank_ratio)$")
+_NOT_OWN = re.compile(r"(grad_norm|delta\d+/.*)$")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One run against a reference.
+
+    Attributes:
+        run: The run.
+        onset: First step of its first injected fault, None without one.
+        table: Lead times, earliest first, monitors that never fired last.
+    """
+
+    run: Run
+    onset: int | None
+    table: list[Lead]
+
+
+def learn_reference(runs: Sequence[Run], window: tuple[int, int] | None = None) -> Reference:
+    """Returns a reference from clean runs, of the quantities that a report would show.
+
+    Args:
+        runs: At least two clean runs of one configuration.
+        window: Healthy steps, (first, last), for metrics judged by the run's own level; None: from
+            a twentieth to three twentieths of the shortest run.
+
+    Raises:
+        ValueError: There are fewer than two runs, or they have no metric in common.
+    """
+    if len(runs) < 2:
+        raise ValueError(
+            f"--reference: a spread needs at least two clean runs, got {len(runs)}; give more "
+            "seeds, or a reference file"
+        )
+    last = min(_last_step(run) for run in runs)
+    window = window or (last // 20, 3 * last // 20)
+    judged: dict[str, Judged] = {key: _judged(key) for key in _keys(runs).values()}
+    keys: dict[str, Judged] = {
+        key: how for key, how in judged.items() if _usable(runs, key, how, window)
+    }
+    if not keys:
+        names = ", ".join(run.name for run in runs)
+        raise ValueError(
+            f"runs {names} have no metric in common that is finite at three common steps, with one "
+            f"of them in the healthy window {window}: give --window"
+        )
+    return learn(runs, keys, window, source={"steps": last})
+
+
+def compare(
+    runs: Sequence[Run], reference: Reference, *, threshold: float | int = 5.0, dwell: int = 2
+) -> list[Comparison]:
+    """Replays runs against a reference.
+
+    Args:
+        runs: Runs as they were read; none of those that the reference was learned from.
+        reference: The reference.
+        threshold: Spreads that are too many.
+        dwell: Samples running that make an alarm.
+
+    Raises:
+        ValueError: A run is part of the reference, or has none of its metrics.
+    """
+    out = []
+    for run in runs:
+        if run.name in reference.source.get("runs", ()):
+            raise ValueError(f"run {run.name} is in the reference: it would judge itself")
+        bands = [key for key in reference.bands if key in run.metrics]
+        if not bands:
+            raise ValueError(
+                f"run {run.name} has none of the reference's metrics, such as "
+                f"{', '.join(list(reference.bands)[:3])}"
+            )
+        alarms = replay(run, BandDetector(reference, threshold=threshold, dwell=dwell))
+        onset = first_onset(run)
+        loss = next((key for key in LOSSES if key in bands), "")
+        names = _names(run, bands)
+        out.append(Comparison(run, onset, lead_times(alarms, names, loss, _last_step(run), onset)))
+    return out
+
+
+def _keys(runs: Sequence[Run]) -> dict[str, str]:
+    """Title → key of what is compared: low heads for spectra of changes, else the mean."""
+    common = set.intersection(*(set(run.metrics) for run in runs))
+    chosen = {}
+    for panel in default_panels(runs):
+        keys = (panel.low_key if _is_change(panel) else panel.mean_key, panel.mean_key)
+        found = next((key for key in keys if key in common), None)
+        if found:
+            chosen[panel.title] = found
+    return chosen
+
+
+def _names(run: Run, keys: Sequence[str]) -> Mapping[str, str]:
+    """Name for people → key, for the keys of a reference."""
+    titles = {split_key(x.mean_key): x.title for x in default_panels([run])}
+    quantities = {key.quantity: title for key, title in titles.items() if key}
+    names: dict[str, str] = {}
+    for key in keys:
+        parts = split_key(key)
+        name = quantities.get(parts.quantity, parts.quantity) if parts else key
+        names[name if name not in names else key] = key
+    return names
+
+
+def _is_change(panel: Panel) -> bool:
+    """Whether a panel is about what an update changed."""
+    return panel.mean_key.startswith("delta")
+
+
+def _judged(key: str) -> Judged:
+    """How a metric is judged."""
+    parts = split_key(key)
+    name = parts.quantity if parts else key
+    return "own" if _OWN.search(name) and not _NOT_OWN.search(name) else "reference"
+
+
+def _usable(runs: Sequence[Run], key: str, judged: Judged, window: tuple[int, int]) -> bool:
+    """Whether a band can be learned: finite at three common steps, one of them in the window."""
+    finite = [set(run.metrics[key][0][np.isfinite(run.metrics[key][1])].tolist()) for run in runs]
+    steps = set.intersection(*finite)
+    inside = any(window[0] <= step <= window[1] for step in steps)
+    return len(steps) >= 3 and (inside or judged == "reference")
+
+
+def _last_step(run: Run) -> int:
+    """Step of the newest sample."""
+    return max((int(steps[-1]) for steps, _ in run.metrics.values()), default=0)

@@ -1,0 +1,98 @@
+"""The board fits the terminal, shows the four, and cannot be steered by what a run says."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from stabmon.output.board import Board, watch
+from stabmon.output.runlog import RunLog
+
+RATIO, ENTROPY = "activations/global/rank_ratio", "attention/global/entropy"
+
+
+def sample(step):
+    ratio = 0.75 - step / 4000
+    return {
+        f"{RATIO}/mean": ratio,
+        f"{RATIO}/min": ratio - 0.1,
+        f"{RATIO}/worst_layer": 3.0,
+        "activations/global/grade/min": float(int(10 * ratio) - 2),
+        f"{ENTROPY}/mean": 3.0,
+        f"{ENTROPY}/min": 1.0,
+        f"{ENTROPY}/worst_layer": 2.0,
+        f"{ENTROPY}/worst_head": 5.0,
+        "symptoms/global/loss/value": 2.25,
+        "symptoms/global/grad_norm/value": 0.5,
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with RunLog.open(tmp_path / "run", {}) as log:
+        for step in range(0, 1001, 50):
+            log.sample(step, sample(step), tokens=100 * step)
+        log.event("alarm", 900, rule="band", key=f"{RATIO}/min", value=0.41, z=-6.0)
+        log.event("action", 950, what="\x1b[2J[bold]halved <the> rate")
+    return tmp_path / "run"
+
+
+def shown(folder, width=80, height=24, **options):
+    console = Console(
+        file=io.StringIO(), width=width, height=height, force_terminal=True, **options
+    )
+    watch(folder, console, once=True)
+    return console.file.getvalue()
+
+
+@pytest.mark.parametrize(("width", "height"), [(80, 24), (200, 24), (160, 60), (40, 12)])
+def test_a_frame_fits_the_terminal(folder, width, height):
+    lines = shown(folder, width, height, color_system=None).splitlines()
+    assert len(lines) <= height
+    assert max(map(len, lines)) <= width
+
+
+def test_the_four_are_shown_with_where_it_is_worst(folder):
+    text = shown(folder, color_system=None)
+    for words in (
+        "mean 0.5  min 0.4  layer 3",
+        "S3 caution",
+        "mean 3  min 1  layer 2 head 5",
+        "loss 2.25",
+        "grad norm 0.5",
+        "step 1,000  100,000 tokens",
+        f"alarm 900: {RATIO}/min  value 0.41  z -6",
+    ):
+        assert words in text
+
+
+def test_text_of_a_run_is_shown_and_not_obeyed(folder):
+    with RunLog.open(folder, {}, resume=True) as log:
+        log.event("\x1b[3J", 960, key="\x1b[4J")
+    text = shown(folder, width=120, color_system=None)
+    assert r"\x1b[3J 960: \x1b[4J" in text
+    assert r"action 950: what \x1b[2J[bold]halved <the> rate" in text
+    assert "\x1b[" not in text
+
+
+def test_a_run_without_samples_says_so(tmp_path):
+    text = shown(tmp_path, color_system=None)
+    assert "no samples yet" in text
+    assert "no alarms, no actions" in text
+
+
+def test_the_next_frame_shows_what_came_since(folder):
+    board, console = Board(folder), Console(width=80, height=24, file=io.StringIO())
+    console.print(board.frame(80, 24))
+    with RunLog.open(folder, {}, resume=True) as log:
+        log.sample(1050, {"symptoms/global/loss/value": 7.5})
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1100, "values": {"symptoms/gl')
+    console.print(board.frame(80, 24))
+    assert "loss 7.5" in console.file.getvalue()
+    assert "step 1,050" in console.file.getvalue()
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="nix is not there: give a run's folder"):
+        Board(tmp_path / "nix")

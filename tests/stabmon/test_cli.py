@@ -1,0 +1,130 @@
+"""The commands: what they print, and their exit codes."""
+
+import json
+import os
+import sys
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from stabmon.cli import main
+from stabmon.output.runlog import RunLog
+from tests.stabmon.output.conftest import write_run
+from tests.stabmon.state_dicts import torch_llama
+from tests.stabmon.trees import H
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A clean run, another with its noise scaled, and a faulty one with checkpoints."""
+    root = tmp_path_factory.mktemp("runs")
+    folders = [write_run(root / name, faulty=name == "faulty") for name in ("clean", "faulty")]
+    text = (folders[0] / "metrics.jsonl").read_text().splitlines()
+    (root / "other").mkdir()
+    (root / "other" / "config.json").write_text("{}")
+    with (root / "other" / "metrics.jsonl").open("w") as file:
+        for i, line in enumerate(text):
+            row = json.loads(line)
+            row["values"] = {k: v * (1 + 0.02 * np.sin(i)) for k, v in row["values"].items()}
+            file.write(json.dumps(row) + "\n")
+    for step in (500, 2400):
+        (folders[1] / "checkpoints" / str(step)).mkdir(parents=True)
+    return root
+
+
+def test_compare_prints_the_lead_time_table(runs, capsys, tmp_path):
+    clean = [str(runs / "clean"), str(runs / "other")]
+    saved = str(tmp_path / "reference.json")
+    command = ["compare", str(runs / "faulty"), "--reference"]
+    assert main([*command, *clean, "--save", saved]) == 0
+    assert "First alarms of faulty, fault from step 300" in capsys.readouterr().out
+    assert main([*command, saved, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["onset"] == 300
+    assert found["table"][0]["monitor"].startswith("Δ2")
+
+
+def test_rank_prints_checkpoints_best_first(runs, capsys):
+    assert main(["rank", str(runs / "faulty")]) == 0
+    assert "Checkpoints of faulty, best first" in capsys.readouterr().out
+    assert main(["rank", str(runs / "faulty"), "--json"]) == 0
+    ranked = json.loads(capsys.readouterr().out)
+    assert [x["step"] for x in ranked] == [500, 2400]
+    assert ranked[1]["state"] == "caution"
+
+
+def test_report_is_written_where_it_is_asked_for(runs, capsys, tmp_path):
+    out = tmp_path / "page.html"
+    assert main(["report", str(runs / "clean"), str(runs / "faulty"), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_text().startswith("<!doctype html>")
+
+
+def test_watch_prints_one_frame_of_a_run_being_written(runs, capsys):
+    with (runs / "faulty" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 24')
+    assert main(["watch", str(runs / "faulty"), "--once"]) == 0
+    assert "step 2,400" in capsys.readouterr().out
+
+
+def test_a_torn_line_is_a_warning_on_stderr(tmp_path, capsys):
+    with RunLog.open(tmp_path / "run", {}) as log:
+        log.sample(0, {"symptoms/global/loss/value": 1.0})
+    (tmp_path / "run" / "checkpoints" / "0").mkdir(parents=True)
+    with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 1')
+    assert main(["rank", str(tmp_path / "run")]) == 0
+    assert "line 2 is not a JSON object (torn" in capsys.readouterr().err
+
+
+def test_scan_tells_health_by_its_exit_code(tmp_path, capsys):
+    tree = torch_llama(norm=(H, H))
+    save_file(tree, tmp_path / "model.safetensors")
+    assert main(["scan", str(tmp_path), "--json"]) == 0
+    seen = capsys.readouterr()
+    assert json.loads(seen.out)["healthy"] is True
+    assert "100 % " in seen.err
+    tree["lm_head.weight"][3, 3] = np.nan
+    save_file(tree, tmp_path / "model.safetensors")
+    assert main(["scan", str(tmp_path)]) == 1
+    assert "lm_head.weight has 1 entries that are not finite" in capsys.readouterr().out
+
+
+def test_what_cannot_be_read_is_code_2_and_one_line(tmp_path, capsys):
+    path = tmp_path / "model\x1b[2J.safetensors"
+    path.write_bytes(b"\xff" * 64)
+    assert main(["scan", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert r"model\x1b[2J.safetensors is no whole safetensors file" in error
+    assert "\x1b" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["watch", "nix"], "nix is not there"),
+        (["rank", "nix"], "nix is not a run"),
+        (["report", "nix"], "nix is not a run"),
+        (["compare", "nix"], "no --reference: clean runs or a .json file given"),
+        (["scan", "nix"], "nix does not exist"),
+    ],
+)
+def test_what_is_missing_is_code_2(arguments, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "tyro", None)
+    assert main(["rank", "nix"]) == 2
+    assert 'pip install "stabmon[cli]"' in capsys.readouterr().err
+
+
+def test_a_reader_that_goes_away_is_no_error(runs, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stdout", gone)
+        assert main(["rank", str(runs / "faulty"), "--json"]) == 0
