@@ -24,6 +24,7 @@ from grain import MapDataset
 
 import optax_ext
 from experiments.checkpoints import Checkpoints, TrainState
+from experiments.cluster import agree, leads
 from stabmon.alarms.board import AlarmBoard
 from stabmon.alarms.detectors import Alarm
 from stabmon.alarms.ladder import Action, Kind, Phase, Policy
@@ -179,9 +180,11 @@ class Acting:
         shift = self.data_shift + (skip[0]["last"] - skip[0]["first"] if skip else 0)
         journal = {"number": number, "target": target, "data_shift": shift}
         journal["recovery"] = self.recovery.state()
-        half = self.folder / "recovery.json.part"
-        half.write_text(json.dumps(plain(journal)) + "\n", encoding="utf-8")
-        half.replace(self.folder / "recovery.json")
+        if leads():
+            half = self.folder / "recovery.json.part"
+            half.write_text(json.dumps(plain(journal)) + "\n", encoding="utf-8")
+            half.replace(self.folder / "recovery.json")
+        agree("the rollback", [number, target, shift])
         return self._undo(journal, fresh)
 
     def _undo(self, journal: Mapping[str, Any], fresh: Callable[[], TrainState]) -> TrainState:
@@ -241,7 +244,7 @@ class Acting:
     def _keep_batches(self, action: Action) -> None:
         """Write which windows of the data the steps around an S0 were fed."""
         order, shift = self._windows, self.data_shift
-        if order is None:
+        if order is None or not leads():
             return
         steps = range(action.fields["first"], action.fields["last"] + 1)
         fed = {step: np.asarray(order[step + shift]).tolist() for step in steps}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
@@ -109,7 +110,7 @@ class Checkpoints:
         got = self._manager.restore(step, args=ocp.args.Composite(**items))
         if ring is not None:
             ring = jax.tree.unflatten(jax.tree.structure(ring), jax.tree.leaves(got["monitor"]))
-        count = jax.numpy.asarray(step, like.step.dtype)
+        count = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
         return TrainState(count, got["params"], attach(got["optimizer"], ring))
 
     def _meta(self, step: int) -> dict[str, Any]:

@@ -12,13 +12,21 @@ waits for it is told by its sockets at once, or by missing heartbeats within `HE
 
 import json
 import os
+import sys
 import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
 import numpy as np
 
+from stabmon.output.runlog import RunLog
+
 HEARTBEAT = 30
+LOST = 3
 
 
 def join(distributed: bool = False) -> None:
@@ -53,9 +61,49 @@ def join(distributed: bool = False) -> None:
     )
 
 
+@contextmanager
+def together() -> Iterator[None]:
+    """Says in one line that another process is gone, where collectives fail for that reason.
+
+    The process then ends with exit code `LOST`, at once: a shutdown would wait for the others.
+    """
+    try:
+        yield
+    except Exception as error:
+        signs = ("Gloo", "heartbeat", "UNAVAILABLE", "Connection closed", "Socket closed")
+        if jax.process_count() == 1 or not any(sign in str(error) for sign in signs):
+            raise
+        lines = [line for line in str(error).splitlines() if line.strip()]
+        print(
+            f"process {jax.process_index()}: another process of this run is gone ({lines[0]}). "
+            "Start all of them again with --resume: they go on from the newest checkpoint.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(LOST)
+
+
 def leads() -> bool:
     """Whether this process is the one that writes."""
     return jax.process_index() == 0
+
+
+@contextmanager
+def shared_log(folder: Path, config: Mapping[str, Any], resume: bool) -> Iterator[RunLog]:
+    """The log of a run that several processes share; all but the first write to one of no account.
+
+    Raises:
+        FileExistsError: As `RunLog.open`.
+        RuntimeError: The processes were started with different configurations.
+    """
+    if leads():
+        with RunLog.open(folder, config, resume=resume) as log:
+            agree("the configuration", config)
+            yield log
+        return
+    agree("the configuration", config)
+    with TemporaryDirectory() as away, RunLog.open(Path(away) / folder.name, config) as log:
+        yield log
 
 
 def agree(what: str, value: Any) -> None:

@@ -4,6 +4,8 @@ Here: from a kind of parallelism to placed arrays. Which parameter axis goes to 
 `models/sharding.py`; several processes are started and kept in agreement by `cluster.py`.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +48,16 @@ def make_mesh(placement: Placement) -> Mesh | None:
         )
     shape = (count // placement.model_axis, placement.model_axis)
     return jax.make_mesh(shape, ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+@contextmanager
+def mesh_in_force(mesh: Mesh | None) -> Iterator[Mesh | None]:
+    """`jax.set_mesh`, or nothing without a mesh."""
+    if mesh is None:
+        yield None
+        return
+    with jax.set_mesh(mesh):
+        yield mesh
 
 
 def state_shardings(tx: Any, params: Any, placement: Placement, mesh: Mesh) -> tuple[Any, Any]:

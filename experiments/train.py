@@ -25,12 +25,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
+from jax.sharding import Mesh
 
 import stabmon
 from experiments.acting import Acting, AlarmConfig
 from experiments.checkpoints import Checkpoints, TrainState
+from experiments.cluster import agree, join, leads, shared_log, together
 from experiments.data import Corpus, batches, load_corpus, windows
 from experiments.faults import AttentionFault
+from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.progress import Board
 from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
 from models.config import GPTConfig
@@ -38,7 +41,7 @@ from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.ladder import EXIT_UNRECOVERED
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
-from stabmon.output.runlog import RunLog, load_run
+from stabmon.output.runlog import load_run
 
 _LATER = {"optimizer": ("control", "msign"), "monitor": ("router",)}
 HELD_OUT = "evaluation/global/loss/value"
@@ -55,6 +58,8 @@ class Config:
         steps: Length of the run.
         seed: Of initialisation and data order.
         batch: Sequences a step, of `model.context` tokens.
+        placement: How the run is divided over devices.
+        distributed: Whether to have JAX look for other processes; see `cluster.py`.
         model: Shape of the model.
         optimizer: Optimizer and snapshot ring.
         monitor: What is measured how often.
@@ -78,6 +83,8 @@ class Config:
     steps: int = 1000
     seed: int = 0
     batch: int = 16
+    placement: Placement = field(default_factory=Placement)
+    distributed: bool = False
     model: GPTConfig = field(default_factory=GPTConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
@@ -127,12 +134,21 @@ def train(config: Config) -> Result:
             f" pass --model.vocabulary {corpus.vocabulary}"
         )
     data = batches(corpus, seed=config.seed, batch=config.batch, context=context)
+    with mesh_in_force(make_mesh(config.placement)) as mesh:
+        return _train(config, corpus, data, mesh)
+
+
+def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Result:
+    """`train`, its arguments checked and its mesh in force."""
+    context = config.model.context
     held_out_loss = make_evaluation(config, corpus)
     optimizer = replace(config.optimizer, control=config.optimizer.control or config.act)
-    init, step_fn, monitor = make_step(config.model, optimizer, config.monitor, config.fault)
+    init, step_fn, monitor = make_step(
+        config.model, optimizer, config.monitor, config.fault, config.placement
+    )
     watched = config.act or config.alarms.on
     folder = config.runs / config.name
-    with RunLog.open(folder, _identity(config), resume=config.resume) as log:
+    with shared_log(folder, _identity(config), config.resume) as log:
         saved = Checkpoints(folder / "checkpoints", keep=None if watched else 3)
         fresh: Callable[[], TrainState] = lambda: init(config.seed)
         state = fresh()
@@ -161,7 +177,7 @@ def train(config: Config) -> Result:
         if config.reference is not None and acting is None:
             detector = BandDetector(Reference.load(config.reference))
             replay(load_run(folder), detector, before=step)
-        armed = jnp.float32(config.armed)
+        armed = np.float32(config.armed)
         pending = None
 
         def write(step: int, readings: stabmon.Readings | None, held_out: jax.Array | None) -> None:
@@ -171,11 +187,15 @@ def train(config: Config) -> Result:
             log.sample(step, values, tokens=step * config.batch * context)
             board.show(step, values)
             if acting is not None:
-                for alarm in acting.observe(step, values):
-                    board.alarm(alarm)
-            for alarm in detector.update(step, values) if detector else ():
-                log.event("alarm", step, **alarm.event())
+                alarms = acting.observe(step, values)
+            else:
+                alarms = detector.update(step, values) if detector else []
+                for alarm in alarms:
+                    log.event("alarm", step, **alarm.event())
+            for alarm in alarms:
                 board.alarm(alarm)
+            ladder = None if acting is None else acting.recovery.state()
+            agree(f"what step {step} led to", [values, [x.event() for x in alarms], ladder])
             if readings is not None and (path := readings.offender()) is not None:
                 log.event("nonfinite", step, path=path)
 
@@ -185,7 +205,8 @@ def train(config: Config) -> Result:
             elif not acting.wants_rollback:
                 acting.save(state, float(loss))
 
-        with Board(config.name, config.steps, config.batch * context, config.quiet) as board:
+        quiet = config.quiet or not leads()
+        with Board(config.name, config.steps, config.batch * context, quiet) as board:
             with _interruptible() as stop:
                 while not stop:
                     if acting is not None:
@@ -201,7 +222,8 @@ def train(config: Config) -> Result:
                     if config.evaluate_every and step % config.evaluate_every == 0:
                         held_out = held_out_loss(state.params)
                     due = monitor.due(step)
-                    batch = data[step if acting is None else step + acting.data_shift]
+                    shift = 0 if acting is None else acting.data_shift
+                    batch = place_batch(data[step + shift], config.placement, mesh)
                     state, readings, loss = step_fn(state, batch, armed, due=due)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
@@ -246,7 +268,8 @@ def _identity(config: Config) -> dict[str, Any]:
 
     Of options that came in later, only those that are used: older runs stay what they are.
     """
-    skipped = ("name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference")
+    skipped = {"name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference"}
+    skipped |= {"placement", "distributed"}  # a run may go on elsewhere
     whole = {k: v for k, v in asdict(config).items() if k not in skipped}
     for option in ("act", "alarms"):
         if getattr(config, option) == getattr(Config(), option):
@@ -282,6 +305,10 @@ def _interruptible() -> Iterator[list[int]]:
 
 
 if __name__ == "__main__":
-    result = train(tyro.cli(Config))
-    print(f"{result.folder}: step {result.step}, loss {result.loss:.3f}")
+    config = tyro.cli(Config)
+    join(config.distributed)
+    with together():
+        result = train(config)
+    if leads():
+        print(f"{result.folder}: step {result.step}, loss {result.loss:.3f}")
     raise SystemExit(result.code)
