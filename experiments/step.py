@@ -217,7 +217,7 @@ def make_step(
     if mesh is not None:
         params, opt_state = state_shardings(tx, shapes, placement, mesh)
         whole = jax.sharding.NamedSharding(mesh, jax.P())
-        places = TrainState(whole, params, opt_state)
+        places: Any = TrainState(*[whole, params, opt_state])
         init = jax.jit(init, static_argnums=0, out_shardings=places)
         options["out_shardings"] = (places, None, whole)
     return init, jax.jit(step, **options), watch

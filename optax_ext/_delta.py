@@ -19,6 +19,8 @@ def track_delta(
     keep: int = 4,
     select: Select = None,
     source: str = "params",
+    *,
+    memory_kind: str | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Keep snapshots of the parameters, one each `every` steps, the newest `keep` of them.
 
@@ -37,13 +39,17 @@ def track_delta(
         source: "params" snapshots the parameters as they are before the update. "updates" sums the
             updates in float32 instead: bfloat16 parameters swallow changes below 2⁻⁹|w|, the sum
             does not (one more float32 copy of the selected leaves and one addition a step).
+        memory_kind: "pinned_host" keeps the ring in host memory, where the backend has that: it is
+            written once in `every` steps, and a place is fetched when its lag is read. None: beside
+            the parameters.
 
     Returns:
         A transform whose state is `stabmon.snapshots.TrackDeltaState`.
 
     Raises:
-        ValueError: `every` or `keep` is below 1, `source` is unknown, or, in `init`, `select`
-            matches nothing; in `update`, `params` is None.
+        ValueError: `every` or `keep` is below 1, `source` or `memory_kind` is unknown; in `init`,
+            `select` matches nothing, or the backend has no such memory; in `update`, `params` is
+            None.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.adamw(1e-3), track_delta(every=10, keep=2, select="attn"))
@@ -60,12 +66,20 @@ def track_delta(
     if source not in ("params", "updates"):
         raise ValueError(f"track_delta: source is 'params' or 'updates', got {source!r}")
 
+    if memory_kind not in (None, "pinned_host"):
+        raise ValueError(f"track_delta: memory_kind is None or 'pinned_host', got {memory_kind!r}")
+
+    def held(tree):
+        """The tree in the memory of the ring."""
+        return tree if memory_kind is None else jax.device_put(tree, jax.memory.Space.Host)
+
     def pick(tree, like):
         """The selected leaves of `tree`, `optax.MaskedNode` elsewhere."""
         mask = selection(like, select)
         return jax.tree.map(lambda keep_it, x: x if keep_it else optax.MaskedNode(), mask, tree)
 
     def init_fn(params):
+        _check_memory(memory_kind)
         zeros = pick(optax.tree.zeros_like(params), params)
         total = None
         if source == "updates":
@@ -73,9 +87,10 @@ def track_delta(
             total = zeros
         state: Any = TrackDeltaState(
             delta_step=jnp.zeros((), jnp.int32),
-            delta_ring=tuple(jax.tree.map(jnp.copy, zeros) for _ in range(keep)),
+            delta_ring=tuple(held(jax.tree.map(jnp.copy, zeros)) for _ in range(keep)),
             delta_total=total,
             every=every,
+            memory_kind=memory_kind,
         )
         return state
 
@@ -91,7 +106,7 @@ def track_delta(
         # One conditional for each place of the ring: XLA then hands the untouched places through.
         # A single one that shifted the ring would copy all of it on every step.
         ring = tuple(
-            jax.lax.cond(boundary & (place == i), lambda old: now, lambda old: old, old)
+            jax.lax.cond(boundary & (place == i), lambda old: held(now), lambda old: old, old)
             for i, old in enumerate(state.delta_ring)
         )
         total = state.delta_total
@@ -104,7 +119,20 @@ def track_delta(
             delta_ring=ring,
             delta_total=total,
             every=every,
+            memory_kind=memory_kind,
         )
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_memory(kind: str | None) -> None:
+    """Raises ValueError where the default backend has no memory of this kind."""
+    if kind is None:
+        return
+    there = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+    if kind not in there:
+        raise ValueError(
+            f"track_delta: backend {jax.default_backend()!r} has no memory {kind!r}, it has "
+            f"{there}; leave memory_kind out"
+        )

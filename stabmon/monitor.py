@@ -153,10 +153,10 @@ class Monitor:
         stats = self._before(step, jacobian, ("jacobian",), due)
 
         def measure(step, params, opt_state, seen, stats, grads, updates, loss):
-            known = None if stats is None else lambda: stats
+            known: Any = None if stats is None else lambda: stats
             return self._measure(step, params, opt_state, seen, known, grads, updates, loss, due)
 
-        compiled = jax.sharding.auto_axes(measure, out_sharding=jax.P())
+        compiled: Any = jax.sharding.auto_axes(measure, out_sharding=jax.P())
         return compiled(step, params, opt_state, seen, stats, grads, updates, loss)
 
     def _before(

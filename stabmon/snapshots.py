@@ -26,6 +26,7 @@ class TrackDeltaState:
             The parameters of step m·every lie in place m mod keep.
         delta_total: Sum of all updates in float32 for source="updates", else None.
         every: Steps between snapshots; static.
+        memory_kind: Memory that the ring lies in; None is the device's own; static.
 
     The fields are annotated loosely: JAX rebuilds the state around shapes and placeholders too.
     """
@@ -34,6 +35,7 @@ class TrackDeltaState:
     delta_ring: tuple[Any, ...]
     delta_total: Any
     every: int = field(metadata={"static": True})
+    memory_kind: str | None = field(default=None, metadata={"static": True})
 
     @property
     def lags(self) -> tuple[int, ...]:
@@ -48,6 +50,10 @@ class TrackDeltaState:
     def snapshot(self, lag: int) -> PyTree:
         """The parameters `age(lag)` steps ago; zeros if there is no such snapshot yet."""
         place = jnp.mod(self._number(lag), len(self.delta_ring))
+        if self.memory_kind is not None:
+            # Of the places in host memory only the one that is wanted comes to the device.
+            fetch = lambda tree: lambda: jax.device_put(tree, jax.memory.Space.Device)
+            return jax.lax.switch(place, [fetch(tree) for tree in self.delta_ring])
         return jax.tree.map(lambda *places: jax.lax.select_n(place, *places), *self.delta_ring)
 
     def _number(self, lag: int) -> Int[Array, ""]:

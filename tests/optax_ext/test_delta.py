@@ -200,3 +200,34 @@ def test_a_step_between_snapshots_copies_no_place_of_the_ring():
     copies = re.findall(r"= f32\[96,80\]\S* copy\(", entry)
     # The parameters themselves may be copied once, since they are both updated and snapshotted.
     assert len(copies) <= 1
+
+
+@pytest.mark.parametrize("source", ["params", "updates"])
+def test_a_ring_in_host_memory_reads_the_same(source):
+    def last(kind):
+        ring = optax_ext.track_delta(every=3, keep=2, source=source, memory_kind=kind)
+        tx = optax.chain(optax.sgd(0.1), ring)
+        *_, (_, state, params) = walk(tx, make_params(), 9)
+        return state, params
+
+    near, far = last(None), last("pinned_host")
+    kinds = {x.sharding.memory_kind for x in jax.tree.leaves(find_state(far[0]).delta_ring)}
+    assert kinds == {"pinned_host"}
+    for lag, delta in read_delta(*far).items():
+        jax.tree.map(np.testing.assert_array_equal, delta, read_delta(*near)[lag])
+        assert {x.sharding.memory_kind for x in jax.tree.leaves(delta.tree)} == {"device"}
+
+
+def test_an_unknown_memory_is_refused():
+    with pytest.raises(ValueError, match="memory_kind is None or 'pinned_host', got 'disk'"):
+        optax_ext.track_delta(memory_kind="disk")
+
+
+def test_a_backend_without_the_memory_is_refused(monkeypatch):
+    class Bare:
+        def addressable_memories(self):
+            return []
+
+    monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
+    with pytest.raises(ValueError, match=r"backend 'cpu' has no memory 'pinned_host', it has \[\]"):
+        optax_ext.track_delta(memory_kind="pinned_host").init(make_params())
