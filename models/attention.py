@@ -88,10 +88,12 @@ def attention_statistics(q_BTNH: jax.Array, k_BSKH: jax.Array) -> dict[str, jax.
       such rows, each (N,), float32; the logits are those after scaling and masking.
     """
     logits_BKGTS = causal_logits(q_BTNH, k_BSKH)
-    lse_BKGT = jax.nn.logsumexp(logits_BKGTS, axis=-1)
-    p_BKGTS = jnp.exp(logits_BKGTS - lse_BKGT[..., None])
+    # Below the row's maximum: with logits of 10⁴ the difference lse − Σ P S would lose all digits.
+    below_BKGTS = logits_BKGTS - jnp.max(logits_BKGTS, axis=-1, keepdims=True)
+    lse_BKGT = jax.nn.logsumexp(below_BKGTS, axis=-1)
+    p_BKGTS = jnp.exp(below_BKGTS - lse_BKGT[..., None])
     # 0 · (−inf) behind the mask would be NaN; a NaN logit in sight stays one.
-    seen = jnp.where(jnp.isneginf(logits_BKGTS), 0.0, logits_BKGTS)
+    seen = jnp.where(jnp.isneginf(logits_BKGTS), 0.0, below_BKGTS)
     entropy_BKGT = lse_BKGT - jnp.sum(p_BKGTS * seen, axis=-1)
     heads = q_BTNH.shape[2]
     coarse_BKGTS = logits_BKGTS.astype(jnp.bfloat16)

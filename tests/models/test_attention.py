@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from scipy.special import entr, softmax
 
 from models.attention import attention, attention_statistics, flash_attention
 from tests.models import oracle
@@ -183,6 +184,19 @@ def test_statistics_of_uniform_attention():
     np.testing.assert_array_equal(got["repeated_maximum"], np.full(N, B * (T - 1)))
     np.testing.assert_allclose(entropy, np.full(N, np.log(np.arange(1, T + 1)).mean()), rtol=1e-6)
     np.testing.assert_array_equal(max_logit, np.zeros(N))
+
+
+def test_entropy_of_huge_logits_keeps_its_digits():
+    q, k, v, _ = draw(11)
+    got = statistics(3e4 * q, k)
+    exact = lambda x, y: (
+        -sum(entr_row(y[i, : j + 1] @ x[i, j] / np.sqrt(H)) for i in range(B) for j in range(T))
+    )
+    entr_row = lambda row: -entr(softmax(row)).sum() / (B * T)
+    expected = [exact(q_n, k_n) for q_n, k_n, _ in heads(3e4 * q, k, v)]
+    assert float(np.max(got["max_attention_logit"])) > 1e4
+    np.testing.assert_allclose(got["attention_entropy"], expected, atol=1e-4)
+    assert float(np.min(got["attention_entropy"])) >= 0
 
 
 def test_statistics_of_one_bad_head_are_nan_for_that_head():
