@@ -28,6 +28,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m experiments.bench_metrics cores
 	$(BIN)/python -m experiments.bench_metrics monitor
 	$(BIN)/python -m experiments.bench_msign
+	$(BIN)/python -m experiments.bench_sharded
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

@@ -185,6 +185,41 @@ def test_a_sampled_step_moves_gram_cores_and_no_matrix():
     assert sum(np.prod(shape) for _, shape in delta) <= 8 * cores
 
 
+def test_msign_moves_matrices_once_and_multiplies_without_communicating():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params, _, _ = make(CONFIG)
+    where = shardings(params, "mixed", mesh)
+
+    def found(method, **options):
+        tx = optax_ext.msign(1, "attention", method, **options)
+
+        def step(params, updates, state):
+            updates, state = tx.update(updates, state, params)
+            return optax.apply_updates(params, updates), state
+
+        with jax.set_mesh(mesh):
+            placed = jax.device_put(params, where)
+            whole = jax.jit(step).lower(placed, placed, tx.init(placed)).compile().as_text()
+        return collectives(whole)
+
+    def loop(turns):
+        """Newton–Schulz written out, so that a product that communicates shows each time."""
+
+        def sign(x):
+            for _ in range(turns):
+                x = 1.5 * x - 0.5 * x @ jnp.swapaxes(x, 1, 2) @ x
+            return x
+
+        return sign
+
+    few, many = found(loop(2)), found(loop(12))
+    assert len(few) == len(many) > 0
+    # The stacks of updates and parameters come in, and targets go out: for each of two shapes.
+    big = [shape for _, shape in many if np.prod(shape) >= CONFIG.model * CONFIG.head_dim_H]
+    assert len(big) <= 8 * 2
+    assert len(found(loop(12), sharding=NamedSharding(mesh, jax.P()))) > 0
+
+
 def test_an_unsampled_step_adds_no_collective():
     assert collectives(lowered(())) == []
 
