@@ -77,7 +77,7 @@ def test_nothing_is_due_where_nothing_is_measured(params):
 
 
 def test_tiers_named_outside_of_jit_are_measured_and_no_others(params):
-    monitor, tx = make(params, lags=(5, 10))
+    monitor, tx = make(params, lags=(5, 10), activations=0, weights=0)
     steps = run(monitor, tx, params, 11)
     now, under_conditionals = steps[9][0], steps[10][1].flatten()
     state = tx.init(params)
@@ -137,7 +137,7 @@ def test_depth_of_a_stacked_tree_does_not_grow_the_program():
 
 
 def test_delta_equals_the_metric_of_the_right_head(params):
-    monitor, tx = make(params, detail="full")
+    monitor, tx = make(params, detail="full", include="delta5/delta2", lags=(5,))
     steps = run(monitor, tx, params, 6)
     flat = steps[5][1].flatten()
     then, now = params["layers"]["attn"], steps[4][0]["layers"]["attn"]
@@ -164,7 +164,7 @@ def test_delta_equals_the_metric_of_the_right_head(params):
 
 
 def test_a_planted_rank_one_drift_is_found_in_its_layer_and_head(params):
-    monitor, tx = make(params, lags=(5,))
+    monitor, tx = make(params, lags=(5,), activations=0, weights=0, symptoms=0)
     flat = run(monitor, tx, params, 6, plant=0.05 * jnp.ones((16, 4)))[5][1].flatten()
     assert flat["delta5/global/delta2/effective_rank/worst_layer"] == 1
     assert flat["delta5/global/delta2/effective_rank/worst_head"] == 2
@@ -173,7 +173,7 @@ def test_a_planted_rank_one_drift_is_found_in_its_layer_and_head(params):
 
 
 def test_weights_and_symptoms_equal_numpy(params):
-    monitor, tx = make(params, detail="full")
+    monitor, tx = make(params, detail="full", delta=0, activations=0)
     flat = run(monitor, tx, params, 1)[0][1].flatten()
     q = np.asarray(params["layers"]["attn"]["q"]["kernel"], np.float64)[1].reshape(16, 16)
     sigma = np.linalg.svd(q, compute_uv=False)
@@ -217,7 +217,7 @@ def test_weights_are_measured_as_they_are_stored():
 
 
 def test_the_first_non_finite_leaf_is_named(params):
-    monitor, tx = make(params)
+    monitor, tx = make(params, delta=0, activations=0, weights=0)
     plant = jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)
     steps = run(monitor, tx, params, 2, plant=plant)
     assert steps[0][1].offender() == "layers/attn/q/kernel"
