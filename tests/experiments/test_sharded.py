@@ -14,6 +14,7 @@ import stabmon
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.sharding import PLACES, batch_spec, shardings, specs
+from tests.models.quick import quick_jit
 
 # No two axes of the same length: a shape in a compiled program tells what it is.
 CONFIG = GPTConfig(
@@ -49,7 +50,7 @@ def trained(config, place=lambda tree: tree):
     params = place(params)
     state = jax.jit(tx.init)(params)
 
-    @jax.jit
+    @quick_jit
     def update(params, state, grads):
         updates, state = tx.update(grads, state, params)
         return optax.apply_updates(params, updates), state
@@ -73,7 +74,7 @@ def alone():
     results = {}
     for config in (CONFIG, ROUTED):
         params, state, monitor = trained(config)
-        run = jax.jit(measured, static_argnums=(0, 4, 6))
+        run = quick_jit(measured, static_argnums=(0, 4, 6))
         readings = run(monitor, params, state, draw(config, 9), config, TOKENS, TIERS)
         results[config] = params, readings.flatten()
     return results
@@ -102,7 +103,7 @@ def test_sharded_numbers_are_those_of_one_device(alone, parallelism, config, sha
         params, state, monitor = trained(config, lambda tree: jax.device_put(tree, where))
         tokens = jax.device_put(TOKENS, NamedSharding(mesh, batch_spec(parallelism)))
         grads = jax.device_put(draw(config, 9), where)
-        run = jax.jit(measured, static_argnums=(0, 4, 6))
+        run = quick_jit(measured, static_argnums=(0, 4, 6))
         got = run(monitor, params, state, grads, config, tokens, TIERS).flatten()
         held = state[-1].delta_ring[0]["layers"]["attn"]["q"]["kernel"]
         assert held.sharding.is_equivalent_to(where["layers"]["attn"]["q"]["kernel"], 4)
@@ -120,7 +121,7 @@ def test_a_mesh_with_explicit_axes_gives_the_same(alone):
         params, state, monitor = trained(CONFIG, lambda tree: jax.device_put(tree, where))
         grads = jax.device_put(draw(CONFIG, 9), where)
         run = lambda p, s, g: monitor(LAG, p, s, grads=g, updates=g, due=tiers)
-        got = jax.jit(run)(params, state, grads).flatten()
+        got = quick_jit(run)(params, state, grads).flatten()
     expected = alone[CONFIG][1]
     assert_same(got, {k: v for k, v in expected.items() if k in got})
     assert len(got) > 25
@@ -130,12 +131,12 @@ def test_inside_shard_map_and_pmap_each_device_measures_its_copy(alone):
     params, state, monitor = trained(CONFIG)
     tiers = ("delta", "weights")
     run = lambda p, s: monitor(LAG, p, s, due=tiers).values
-    expected = jax.jit(run)(params, state)
+    expected = quick_jit(run)(params, state)
     mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     whole = jax.P()
     mapped = jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
     copies = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * 8), tree)
-    inside = {"shard_map": jax.jit(mapped)(params, state)}
+    inside = {"shard_map": quick_jit(mapped)(params, state)}
     inside["pmap"] = jax.tree.map(lambda x: x[5], jax.pmap(run)(copies(params), copies(state)))
     for name, got in inside.items():
         for key, values in expected.items():
@@ -166,7 +167,7 @@ def lowered(tiers):
     with jax.set_mesh(mesh):
         params = jax.device_put(params, where)
         state = jax.jit(tx.init)(params)
-        return jax.jit(step).lower(params, state, params).compile().as_text()
+        return quick_jit(step).lower(params, state, params).compile().as_text()
 
 
 def test_a_sampled_step_moves_gram_cores_and_no_matrix():

@@ -14,6 +14,7 @@ from models.config import GPTConfig
 from models.gpt import apply, init_params
 from stabmon.metrics.expert_load import balance_gradient_ratio
 from stabmon.metrics.jacobian import jacobian_alignment
+from tests.models.quick import quick_jit
 
 CONFIG = GPTConfig(layers=2, model=16, heads=4, kv_heads=2, context=8, vocabulary=32)
 
@@ -32,7 +33,7 @@ def make(params, **options):
 def run(monitor, tx, params, steps, plant=None):
     """Readings of every step; `plant` is added to the gradients of layer 1, query head 2."""
 
-    @jax.jit
+    @quick_jit
     def step(params, state, i):
         tokens = jax.random.randint(jax.random.fold_in(jax.random.key(1), i), (2, 8), 0, 32)
         noise = lambda p: jax.random.normal(jax.random.fold_in(jax.random.key(2), i), p.shape)
