@@ -50,6 +50,8 @@ class AlarmConfig:
         min_grade: Lowest grade of a trusted checkpoint.
         max_rollbacks: Rollbacks before the run is stopped.
         skip_data: Whether the data between checkpoint and alarm are passed over after a rollback.
+        msign: Whether a fault in the attention is first met by one MSign restoration of its
+            matrices.
     """
 
     on: bool = False
@@ -60,6 +62,7 @@ class AlarmConfig:
     min_grade: int = 4
     max_rollbacks: int = 3
     skip_data: bool = False
+    msign: bool = False
 
 
 @dataclass
@@ -83,6 +86,7 @@ class Acting:
     data_shift: int = 0
     _named: Fault = Fault.UNKNOWN
     _scale: tuple[int, float] | None = None
+    _restore_at: int | None = None
     _windows: MapDataset | None = field(default=None, repr=False)
 
     @classmethod
@@ -104,6 +108,7 @@ class Acting:
             verify=config.verify,
             max_rollbacks=config.max_rollbacks,
             skip_data=config.skip_data,
+            msign=config.msign,
         )
         recovery = Recovery(policy, CheckpointLedger(config.dwell, config.min_grade))
         board = standard_board(warmup, config.window, reference)
@@ -141,10 +146,15 @@ class Acting:
                 self._keep_batches(action)
             elif action.kind is Kind.SCALE_LEARNING_RATE and not action.dry:
                 self._scale = (step + 2, action.fields["scale"])
+            elif action.kind is Kind.MSIGN and not action.dry:
+                self._restore_at = step + 2
         return alarms
 
     def before(self, step: int, state: TrainState) -> TrainState:
-        """The state that `step` starts from: with the learning-rate factor that is due."""
+        """The state that `step` starts from: what was asked for two steps ago is done to it."""
+        if self._restore_at is not None and step >= self._restore_at:
+            self._restore_at = None
+            state = state._replace(params=restored(state.params))
         if self._scale is None or step < self._scale[0]:
             return state
         scale, self._scale = self._scale[1], None
@@ -196,7 +206,7 @@ class Acting:
         self.recovery.restore(journal["recovery"])
         self.recovery.rolled_back()
         self._forget_deleted()
-        self._scale, self._named = None, Fault.UNKNOWN
+        self._scale, self._restore_at, self._named = None, None, Fault.UNKNOWN
         self.data_shift = journal["data_shift"]
         opt_state = optax_ext.reset_moments(state.opt_state, begun.opt_state)
         opt_state = set_scale(opt_state, self.recovery.standing.scale)
@@ -218,6 +228,7 @@ class Acting:
                 "recovery": self.recovery.state(),
                 "named": self._named.value,
                 "scale": self._scale,
+                "restore_at": self._restore_at,
                 "data_shift": self.data_shift,
             }
         )
@@ -234,6 +245,7 @@ class Acting:
         self._forget_deleted()
         self._named = Fault(notes["named"])
         self._scale = None if notes["scale"] is None else tuple(notes["scale"])
+        self._restore_at = notes.get("restore_at")
         self.data_shift = notes["data_shift"]
 
     def _forget_deleted(self) -> None:
@@ -250,6 +262,15 @@ class Acting:
         fed = {step: np.asarray(order[step + shift]).tolist() for step in steps}
         path = self.folder / f"batches-{action.step:08d}.json"
         path.write_text(json.dumps(fed) + "\n", encoding="utf-8")
+
+
+@jax.jit
+def restored(params: Any) -> Any:
+    """Parameters with every attention matrix replaced by its rescaled sign, as MSign does it."""
+    once = optax_ext.msign(1, "attention")
+    still = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = once.update(still, once.init(params), params)
+    return optax.apply_updates(params, updates)
 
 
 def set_scale(opt_state: Any, scale: float) -> Any:
