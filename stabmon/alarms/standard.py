@@ -78,7 +78,7 @@ def standard_board(
             "z", "attention/global/entropy/mean", window(0.07), "down", patience=twice
         ),
         "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
-        "grade": GradeWatch(warmup, patience=Patience(1, 0.5, cooldown)),
+        "grade": GradeWatch(first, patience=Patience(1, 0.5, cooldown)),
         "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
         "gradient level": Surge(
             "shift", _SYMPTOM.format("grad_norm"), warmup, threshold=3.0, patience=fifth
