@@ -1,12 +1,20 @@
 """Settings under which every test runs: eight CPU devices, no silent rank promotion.
 
 Set at import, before any test module touches a JAX backend. One OpenBLAS thread, as in
-`experiments`: its threads and XLA's get in each other's way.
+`experiments`: its threads and XLA's get in each other's way. A cache of compiled programs for the
+session, in the environment: processes that tests start find theirs there.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="compiled-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.3"
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
 import jax
 

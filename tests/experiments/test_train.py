@@ -184,7 +184,8 @@ def test_msign_in_the_chain_restores_the_attention_matrices(tmp_path):
     msign = MsignConfig(period=5)
     config = tiny(tmp_path, fault=None, steps=11)
     optimizer = dataclasses.replace(config.optimizer, msign=msign, control=True)
-    config = dataclasses.replace(config, optimizer=optimizer)
+    watch = MonitorConfig(router=0, delta=0, activations=0, weights=10, symptoms=0)
+    config = dataclasses.replace(config, optimizer=optimizer, monitor=watch)
     result = train(config)
     _, ranks = load_run(result.folder).metrics["weights/global/q/stable_rank/mean"]
     full = config.model.model
