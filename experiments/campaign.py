@@ -82,6 +82,7 @@ CASES = {
     "attention 7/7": Case(Fault.ATTENTION, (7, 7)),
     "attention 7/7, learning rate ×10": Case(Fault.SEVERAL, (7, 7), (("learning rate", 10),)),
     "attention 7/0": Case(Fault.ATTENTION, (7, 0)),
+    "attention 6/6": Case(Fault.ATTENTION, (6, 6)),
     "clean, experts": Case(CLEAN, moe=True),
     "learning rate ×10, experts": Case(
         Fault.LEARNING_RATE, None, (("learning rate", 10),), moe=True
