@@ -1,16 +1,21 @@
 """Faults that can be injected into a training run, and when they are on.
 
-A `Fault` is data: what is damaged, how much, and between which steps. The attention fault goes in
-through the `backward` hook of `models.attention`, in the backward pass only. Learning-rate, batch
-and router faults change the run's configuration and live with the experiments that ask for them.
+A fault is data: what is damaged, how much, and between which steps. The attention fault goes in
+through the `backward` hook of `models.attention`, in the backward pass only. A `Disturbance` is any
+other: of the learning rate, the balance loss or the gradient, as factors that the compiled step
+takes as an argument, or of the tokens it is fed. One compiled step serves for all of them.
 """
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+import numpy as np
+import optax
+from grain import MapDataset
+from jaxtyping import Array, Float, Int
 
 
 @dataclass(frozen=True)
@@ -70,6 +75,109 @@ class AttentionFault:
     def journal(self) -> dict[str, Any]:
         """The row of `faults.jsonl`."""
         return {"kind": "attention"} | asdict(self)
+
+
+Kind = Literal["learning rate", "auxiliary", "gradient", "batch", "dirty batch", "repeated data"]
+
+
+class Scales(NamedTuple):
+    """Factors of one step, 1 where nothing is disturbed; traced."""
+
+    learning_rate: Any = 1.0
+    auxiliary: Any = 1.0
+    gradient: Any = 1.0
+
+
+@dataclass(frozen=True)
+class Disturbance:
+    """What else goes wrong between two steps of a run.
+
+    Attributes:
+        kind: What, with the meaning of `amount`: the "learning rate", the "auxiliary" loss or the
+            "gradient" times `amount`, which may be NaN; a "batch" of 1/`amount` of its sequences,
+            each fed `amount` times, so that shapes stay and the gradient is the small batch's; a
+            "dirty batch", `amount` of whose tokens are random; "repeated data", the first `amount`
+            batches from `onset` on over and over.
+        amount: How much.
+        onset: First step.
+        end: First step without it again; None: never.
+
+    Raises:
+        ValueError: An end before the onset, a batch or a repetition below 1, or a share outside
+            [0, 1].
+    """
+
+    kind: Kind = "learning rate"
+    amount: float = 10.0
+    onset: int = 500
+    end: int | None = None
+
+    def __post_init__(self):
+        if self.end is not None and self.end <= self.onset:
+            raise ValueError(f"{self.kind}: ends at {self.end}, before its onset {self.onset}")
+        if self.kind in ("batch", "repeated data") and self.amount < 1:
+            raise ValueError(f"{self.kind}: expected an amount of at least 1, got {self.amount}")
+        if self.kind == "dirty batch" and not 0 <= self.amount <= 1:
+            raise ValueError(f"{self.kind}: expected a share in [0, 1], got {self.amount}")
+
+    def on(self, step: int) -> bool:
+        """Whether it is in force at `step`."""
+        return step >= self.onset and (self.end is None or step < self.end)
+
+    def journal(self) -> dict[str, Any]:
+        """The row of `faults.jsonl`."""
+        return asdict(self)
+
+
+def scales(disturbances: Sequence[Disturbance] | None, step: int) -> Scales | None:
+    """The factors in force at `step`; None for None, the program without them.
+
+    >>> print(scales([Disturbance("learning rate", 10.0, onset=5)], 5))
+    Scales(learning_rate=np.float32(10.0), auxiliary=np.float32(1.0), gradient=np.float32(1.0))
+    """
+    if disturbances is None:
+        return None
+    factors = dict.fromkeys(Scales._fields, 1.0)
+    for disturbance in disturbances:
+        name = disturbance.kind.replace(" ", "_")
+        if name in factors and disturbance.on(step):
+            factors[name] *= disturbance.amount
+    return Scales(**{name: np.float32(factor) for name, factor in factors.items()})
+
+
+def disturbed(
+    disturbances: Sequence[Disturbance] | None,
+    data: MapDataset,
+    step: int,
+    shift: int,
+    vocabulary: int,
+) -> Int[np.ndarray, "B T"]:
+    """The batch that `step` is fed, of `data` that run ahead by `shift`: a function of the step."""
+    place = step + shift
+    active = [x for x in disturbances or () if x.on(step)]
+    for it in active:
+        if it.kind == "repeated data":
+            place = it.onset + (place - it.onset) % int(it.amount)
+    tokens = np.asarray(data[place])
+    for it in active:
+        if it.kind == "batch":
+            few = tokens[: max(len(tokens) // int(it.amount), 1)]
+            tokens = np.resize(few, tokens.shape)
+        elif it.kind == "dirty batch":
+            rng = np.random.default_rng(step)
+            noise = rng.integers(0, vocabulary, tokens.shape).astype(tokens.dtype)
+            tokens = np.where(rng.random(tokens.shape) < it.amount, noise, tokens)
+    return tokens
+
+
+def scale_by_argument() -> optax.GradientTransformationExtraArgs:
+    """Multiplies updates by the extra argument `rate_scale` of `tx.update`; keeps no state."""
+
+    def update_fn(updates, state, params=None, **extra_args):
+        del params
+        return jax.tree.map(lambda u: u * extra_args["rate_scale"], updates), state
+
+    return optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), update_fn)
 
 
 def low_precision(

@@ -15,7 +15,7 @@ import optax
 import optax_ext
 import stabmon
 from experiments.checkpoints import TrainState
-from experiments.faults import AttentionFault
+from experiments.faults import AttentionFault, Scales, scale_by_argument
 from experiments.placement import ALONE, Placement, make_mesh, state_shardings
 from models.config import GPTConfig
 from models.gpt import apply, init_params
@@ -79,8 +79,11 @@ class MonitorConfig:
     sequences: int = 4
 
 
-def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
-    """The chain: clip → AdamW → learning-rate factor → MSign → snapshot ring."""
+def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout, scaled: bool = False) -> Any:
+    """The chain: clip → AdamW → learning-rate factor → MSign → snapshot ring.
+
+    Where it is `scaled`, AdamW's updates are multiplied by `tx.update`'s argument `rate_scale`.
+    """
     decay_steps = {
         "constant": lambda peak: optax.constant_schedule(peak),
         "linear": lambda peak: optax.linear_schedule(peak, peak / 10, 10 * config.warmup),
@@ -92,15 +95,16 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout) -> Any:
         [config.warmup],
     )
     matrices = layout.selects("all")
+    adamw = optax.adamw(
+        schedule,
+        b1=config.beta1,
+        b2=config.beta2,
+        weight_decay=config.weight_decay,
+        mask=lambda params: stabmon.selection(params, matrices),
+    )
     return optax.chain(
         optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip),
-        optax.adamw(
-            schedule,
-            b1=config.beta1,
-            b2=config.beta2,
-            weight_decay=config.weight_decay,
-            mask=lambda params: stabmon.selection(params, matrices),
-        ),
+        optax.chain(adamw, scale_by_argument()) if scaled else adamw,
         optax_ext.scale_by_control() if config.control else optax.identity(),
         make_msign(config.msign, layout),
         optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk", "router")),
@@ -150,6 +154,7 @@ def make_step(
     monitor: MonitorConfig,
     fault: AttentionFault | None,
     placement: Placement = ALONE,
+    scaled: bool = False,
 ) -> tuple[Callable, Callable, stabmon.Monitor]:
     """(init, step, monitor) for one configuration, compiled once for all its seeds.
 
@@ -157,11 +162,12 @@ def make_step(
 
     init(seed) -> TrainState. step(state, tokens, armed, due) -> (state, readings, loss), jitted,
     donating the state; `due` is static, from `monitor.due(step)`. Where it is empty readings are
-    None; None itself stands for one program for all steps, its tiers under conditionals.
+    None; None itself stands for one program for all steps, its tiers under conditionals. Where it
+    is `scaled`, the step takes `scales` besides, the factors of `faults.Scales`.
     """
     shapes = jax.eval_shape(lambda: init_params(model, 0))
     layout = stabmon.find_layout(shapes)
-    tx = make_optimizer(optimizer, layout)
+    tx = make_optimizer(optimizer, layout, scaled)
     watch = stabmon.Monitor(
         layout,
         router=monitor.router if model.experts else 0,
@@ -179,7 +185,13 @@ def make_step(
         params = init_params(model, seed)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def step(state: TrainState, tokens: jax.Array, armed: jax.Array, due: tuple[str, ...] | None):
+    def step(
+        state: TrainState,
+        tokens: jax.Array,
+        armed: jax.Array,
+        due: tuple[str, ...] | None,
+        scales: Scales | None = None,
+    ):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
         options = {}
         if fault is not None:
@@ -192,10 +204,15 @@ def make_step(
                 return loss, loss
             logits, losses = apply(model, params, inputs, losses=True, **options)
             loss = next_token_loss(logits, targets)
-            return loss + auxiliary_loss(model, losses), loss
+            extra = auxiliary_loss(model, losses)
+            return loss + (extra if scales is None else extra * scales.auxiliary), loss
 
         grads, loss = jax.grad(objective, has_aux=True)(state.params)
-        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        extra_args = {}
+        if scales is not None:
+            grads = jax.tree.map(lambda g: g * scales.gradient, grads)
+            extra_args = {"rate_scale": scales.learning_rate}
+        updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
         readings = None
         if due != ():
             few = monitor.sequences

@@ -32,7 +32,7 @@ from experiments.acting import Acting, AlarmConfig
 from experiments.checkpoints import Checkpoints, TrainState
 from experiments.cluster import agree, join, leads, shared_log, together
 from experiments.data import Corpus, batches, load_corpus, windows
-from experiments.faults import AttentionFault
+from experiments.faults import AttentionFault, Disturbance, disturbed, scales
 from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.progress import Board
 from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
@@ -64,6 +64,7 @@ class Config:
         optimizer: Optimizer and snapshot ring.
         monitor: What is measured how often.
         fault: Injected into the attention backward; None: none.
+        disturbances: What else goes wrong between which steps. None: the program without them.
         armed: Whether the fault ever comes on. False runs the very same program without it: the
             matched clean run.
         reference: File of a reference (`stabmon.alarms.reference`); samples are judged by it while
@@ -89,6 +90,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     fault: AttentionFault | None = None
+    disturbances: tuple[Disturbance, ...] | None = None
     armed: bool = True
     reference: Path | None = None
     act: bool = False
@@ -143,8 +145,14 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
     context = config.model.context
     held_out_loss = make_evaluation(config, corpus)
     optimizer = replace(config.optimizer, control=config.optimizer.control or config.act)
+    disturbances = config.disturbances
     init, step_fn, monitor = make_step(
-        config.model, optimizer, config.monitor, config.fault, config.placement
+        config.model,
+        optimizer,
+        config.monitor,
+        config.fault,
+        config.placement,
+        disturbances is not None,
     )
     watched = config.act or config.alarms.on
     folder = config.runs / config.name
@@ -172,6 +180,8 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                 state = acting.resume(state, fresh)
         if config.fault is not None and config.armed:
             log.fault(**config.fault.journal())
+        for disturbance in disturbances or ():
+            log.fault(**disturbance.journal())
         step, loss = int(state.step), jnp.nan
         detector = None
         if config.reference is not None and acting is None:
@@ -223,8 +233,10 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                         held_out = held_out_loss(state.params)
                     due = monitor.due(step)
                     shift = 0 if acting is None else acting.data_shift
-                    batch = place_batch(data[step + shift], config.placement, mesh)
-                    state, readings, loss = step_fn(state, batch, armed, due=due)
+                    tokens = disturbed(disturbances, data, step, shift, corpus.vocabulary)
+                    batch = place_batch(tokens, config.placement, mesh)
+                    factors = scales(disturbances, step)
+                    state, readings, loss = step_fn(state, batch, armed, due=due, scales=factors)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)
@@ -271,7 +283,7 @@ def _identity(config: Config) -> dict[str, Any]:
     skipped = {"name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference"}
     skipped |= {"placement", "distributed"}  # a run may go on elsewhere
     whole = {k: v for k, v in asdict(config).items() if k not in skipped}
-    for option in ("act", "alarms"):
+    for option in ("act", "alarms", "disturbances"):
         if getattr(config, option) == getattr(Config(), option):
             del whole[option]
     for group, options in _LATER.items():

@@ -171,6 +171,14 @@ SIGNATURES = (
         {"gradient norm up": 0.1},
     ),
     Signature(
+        # The loss of other text rises while that of the training data falls.
+        Fault.REPEATED_DATA,
+        (("held-out loss up",), ("loss falling", "loss down")),
+        0.7,
+        {"attention entropy down": 0.1, "loss down": 0.1},
+        {"gradient level up": 0.3, "gradient norm up": 0.2, "update size up": 0.3, "loss up": 0.3},
+    ),
+    Signature(
         Fault.REPEATED_DATA,
         (("attention entropy down", "all heads"), ("loss falling", "loss down")),
         0.5,

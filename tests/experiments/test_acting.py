@@ -32,26 +32,27 @@ LIMIT = 0.05  # 0.06 at the full learning rate; calm again under a half of it
 
 
 def tiny(folder, **changes):
+    """One configuration for all tests, acting or not: its step is compiled once."""
     settings = Config(
         name="tiny",
         runs=Path(folder),
-        steps=100,
+        steps=40,
         batch=4,
         model=GPTConfig(layers=1, model=16, heads=2, context=16),
-        optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
-        monitor=MonitorConfig(delta=5, activations=0, weights=0, symptoms=5),
+        optimizer=OptimizerConfig(warmup=5, every=5, keep=2, control=True),
+        monitor=MonitorConfig(delta=0, activations=0, weights=0, symptoms=1),
         checkpoint_every=10,
         quiet=True,
         act=True,
-        alarms=AlarmConfig(watch=20, verify=30, dwell=10),
+        alarms=AlarmConfig(watch=10, verify=15, dwell=5),
     )
     return dataclasses.replace(settings, **changes)
 
 
 def limited(limit=LIMIT):
-    """A board that holds the updates to be too large from step 40 on, unless the rate is cut."""
+    """A board that holds the updates to be too large from step 20 on, unless the rate is cut."""
     patience = Patience(dwell=1, cooldown=0)
-    return lambda *_: AlarmBoard({"limit": Threshold("limit", UPDATE, limit, patience, first=40)})
+    return lambda *_: AlarmBoard({"limit": Threshold("limit", UPDATE, limit, patience, first=20)})
 
 
 @pytest.fixture
@@ -67,8 +68,7 @@ def story(config):
 
 
 def final_state(config):
-    optimizer = dataclasses.replace(config.optimizer, control=True)
-    init, _, _ = make_step(config.model, optimizer, config.monitor, config.fault)
+    init, _, _ = make_step(config.model, config.optimizer, config.monitor, config.fault)
     return Checkpoints(config.runs / "tiny" / "checkpoints").restore(init(config.seed))
 
 
@@ -83,17 +83,17 @@ def whole(tmp_path_factory):
 def test_the_events_tell_the_story_in_order(whole):
     config, result = whole
     assert story(config) == [
-        ("alarm", 40, UPDATE),
-        ("diagnosis", 40, "learning rate"),
-        ("action", 40, "scale learning rate"),
-        ("action", 60, "roll back"),
-        ("action", 60, "scale learning rate"),
-        ("action", 60, "reset optimizer"),
-        ("rewind", 20, ""),
-        ("action", 50, "resume"),
-        ("finished", 100, ""),
+        ("alarm", 20, UPDATE),
+        ("diagnosis", 20, "learning rate"),
+        ("action", 20, "scale learning rate"),
+        ("action", 30, "roll back"),
+        ("action", 30, "scale learning rate"),
+        ("action", 30, "reset optimizer"),
+        ("rewind", 10, ""),
+        ("action", 25, "resume"),
+        ("finished", 40, ""),
     ]
-    assert (result.step, result.code) == (100, 0)
+    assert (result.step, result.code) == (40, 0)
 
 
 def test_the_learning_rate_is_cut_to_what_the_ladder_says(whole):
@@ -102,8 +102,8 @@ def test_the_learning_rate_is_cut_to_what_the_ladder_says(whole):
         0.2
     )
     steps, norms = load_run(config.runs / "tiny").metrics[UPDATE]
-    late = norms[(steps >= 40) & (steps < 100)]
-    assert len(late) == 12
+    late = norms[(steps >= 20) & (steps < 40)]
+    assert len(late) == 20
     assert np.all((late > 0.010) & (late < 0.015))  # 0.06 at the full rate
 
 
@@ -113,8 +113,8 @@ def test_the_moments_begin_anew_at_the_rollback(whole):
     counts = [
         int(x) for _, x in optax.tree.get_all_with_path(final_state(config).opt_state, "count")
     ]
-    assert min(counts) == 80  # since step 20
-    assert max(counts) == 100  # the schedule went on
+    assert min(counts) == 30  # since step 10
+    assert max(counts) == 40  # the schedule went on
 
 
 class Killed(BaseException):
@@ -128,10 +128,8 @@ def dies(*_, **__):
 @pytest.mark.parametrize(
     ("where", "name"),
     [
-        (Acting, "_undo"),
-        (optax_ext, "reset_moments"),
-        (acting.RunLog, "rewind"),
-        (Checkpoints, "delete"),
+        (Acting, "_undo"),  # nothing is undone yet
+        (Checkpoints, "delete"),  # all is, but the later checkpoints are still there
     ],
 )
 def test_killed_in_the_midst_of_a_rollback_it_ends_in_the_same_state(
@@ -143,7 +141,7 @@ def test_killed_in_the_midst_of_a_rollback_it_ends_in_the_same_state(
         if name == "delete":
             alive = Checkpoints.delete
             patch.setattr(
-                Checkpoints, name, lambda self, step: dies() if step == 60 else alive(self, step)
+                Checkpoints, name, lambda self, step: dies() if step == 30 else alive(self, step)
             )
         else:
             patch.setattr(where, name, dies)
@@ -158,7 +156,7 @@ def test_killed_in_the_midst_of_a_rollback_it_ends_in_the_same_state(
         np.testing.assert_array_equal(runs[0][key], runs[1][key])
 
 
-@pytest.mark.parametrize("steps", [41, 42, 55, 70])
+@pytest.mark.parametrize("steps", [21, 27, 32])
 def test_interrupted_at_any_step_it_ends_in_the_same_state(whole, tmp_path, board, steps):
     config = tiny(tmp_path)
     train(dataclasses.replace(config, steps=steps))
@@ -179,14 +177,14 @@ def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, timeout=200, check=False)
     assert done.returncode == -signal.SIGKILL
     config = tiny(tmp_path)
-    assert json.loads((tmp_path / "tiny" / "recovery.json").read_text())["target"] == 20
+    assert json.loads((tmp_path / "tiny" / "recovery.json").read_text())["target"] == 10
     train(dataclasses.replace(config, resume=True))
     assert story(config) == story(whole[0])
 
 
 def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board):
     advised = tiny(
-        tmp_path / "a", act=False, alarms=AlarmConfig(on=True, watch=20, verify=30, dwell=10)
+        tmp_path / "a", act=False, alarms=AlarmConfig(on=True, watch=10, verify=15, dwell=5)
     )
     plain = tiny(tmp_path / "b", act=False, alarms=AlarmConfig())
     losses = [train(config).loss for config in (advised, plain)]
@@ -199,10 +197,10 @@ def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board
 
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
     monkeypatch.setattr(acting, "standard_board", limited(1e-6))
-    config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=30, dwell=10, max_rollbacks=1))
+    config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, max_rollbacks=1))
     result = train(config)
     assert result.code == EXIT_UNRECOVERED
-    assert result.step < 100
+    assert result.step < 40
     kinds = [event[2] or event[0] for event in story(config)]
     assert kinds.count("roll back") == 1
     assert kinds[-2:] == ["stop", "stopped"]
@@ -231,18 +229,17 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
 
 
 def test_skipped_data_are_not_fed_again(tmp_path, board):
-    skipping = AlarmConfig(watch=20, verify=30, dwell=10, skip_data=True)
+    skipping = AlarmConfig(watch=10, verify=15, dwell=5, skip_data=True)
     config = tiny(tmp_path, alarms=skipping)
     train(config)
-    notes = Checkpoints(config.runs / "tiny" / "checkpoints").notes(100)
-    assert notes["data_shift"] == 40  # steps 20 to 60
+    notes = Checkpoints(config.runs / "tiny" / "checkpoints").notes(40)
+    assert notes["data_shift"] == 20  # steps 10 to 30
     assert Kind.SKIP_DATA.value in {what for _, _, what in story(config)}
 
 
 def test_a_checkpoint_without_alarms_is_not_resumed_with_them(tmp_path, board):
     config = tiny(tmp_path, act=False, alarms=AlarmConfig())
-    optimizer = dataclasses.replace(config.optimizer, control=True)
-    config = dataclasses.replace(config, optimizer=optimizer, steps=10)
+    config = dataclasses.replace(config, steps=10)
     train(config)
     (config.runs / "tiny" / "config.json").unlink()
     (config.runs / "tiny" / "metrics.jsonl").unlink()

@@ -126,6 +126,14 @@ def test_entropy_that_falls_with_the_loss_is_repeated_data():
     assert diagnose(620, alarms, loss_falling=False).fault is Fault.UNKNOWN
 
 
+def test_a_held_out_loss_that_rises_while_the_loss_falls_is_repeated_data():
+    alarms = [up(RADIAL, 600), up(HELD_OUT, 650)]
+    assert diagnose(660, alarms, loss_falling=True).fault is Fault.REPEATED_DATA
+    assert diagnose(660, alarms, loss_falling=False).fault is Fault.UNKNOWN
+    small_batch = [up(GRADIENT, rule="shift"), up(HELD_OUT, 700)]
+    assert diagnose(720, small_batch, loss_falling=True).fault is Fault.BALANCE
+
+
 def test_a_quiet_router_speaks_for_attention_and_is_told_from_none():
     alarms = [down(DELTA2), down(QUERY)]
     without, quiet = diagnose(620, alarms), diagnose(620, alarms, measured=[ROUTER, DELTA2])
