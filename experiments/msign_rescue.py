@@ -13,9 +13,9 @@ with the same settings, is not run again. Curves: `runs/msign_rescue.html`. Resu
 `experiments/README.md`.
 
 Arms of a configuration and seed share data and initialisation; "clean" is AdamW without the fault,
-or at the other matrices' learning rate. The arms of `MAIN` are run for every seed, the others for
-the first. Gradient norm and spectra are sampled each 25 steps, so `grad_max` is a lower bound. What
-an application costs: `bench_msign.py`.
+or at the other matrices' learning rate. The arms of `MAIN` are run for `seeds`, the others for
+`other_seeds`; tables show all rows there are. Gradient norm and spectra are sampled each 25 steps,
+so `grad_max` is a lower bound. What an application costs: `bench_msign.py`.
 """
 
 import json
@@ -119,8 +119,9 @@ class Config:
 
     Attributes:
         configurations: Of `CONFIGURATIONS`.
-        arms: Of `ARMS`; those of `OTHERS` are run for the first seed only.
-        seeds: Of initialisation and data order.
+        arms: Of `ARMS`.
+        seeds: Of initialisation and data order, for the arms in `MAIN`.
+        other_seeds: For the arms in `OTHERS`.
         steps: Length of a run; None: the configuration's own.
         model: Shape instead of the configuration's own; None: that.
         runs: Where runs, rows and figure lie.
@@ -129,6 +130,7 @@ class Config:
     configurations: tuple[str, ...] = tuple(CONFIGURATIONS)
     arms: tuple[str, ...] = tuple(ARMS)
     seeds: tuple[int, ...] = (0, 1, 2)
+    other_seeds: tuple[int, ...] = (0,)
     steps: int | None = None
     model: GPTConfig | None = None
     runs: Path = Path("runs")
@@ -146,16 +148,13 @@ class Result:
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
     file = config.runs / "msign_rescue.jsonl"
-    done = {_key(row["settings"]): row for row in read_jsonl(file)}
-    rows = []
+    done = {_key(row["settings"]) for row in read_jsonl(file)}
     for configuration, arm, seed in plan(config):
         settings = settings_of(config, configuration, arm, seed)
-        found = done.get(_key(asdict(settings)))
-        if found is None:
-            found = {"configuration": configuration, "arm": arm, "seed": seed}
-            found |= measure(settings) | {"settings": asdict(settings)}
-            _write(file, found)
-        rows.append(found)
+        if _key(asdict(settings)) not in done:
+            row = {"configuration": configuration, "arm": arm, "seed": seed}
+            _write(file, row | measure(settings) | {"settings": asdict(settings)})
+    rows = rows_there_are(config, file)
     console = Console(soft_wrap=True)
     for configuration in config.configurations:
         chosen = [row for row in rows if row["configuration"] == configuration]
@@ -168,7 +167,21 @@ def plan(config: Config) -> list[tuple[str, str, int]]:
     first = [arm for arm in config.arms if arm in MAIN]
     then = [arm for arm in config.arms if arm not in MAIN]
     main = [(c, a, s) for c in config.configurations for a in first for s in config.seeds]
-    return main + [(c, a, config.seeds[0]) for c in config.configurations for a in then]
+    return main + [
+        (c, a, s) for c in config.configurations for a in then for s in config.other_seeds
+    ]
+
+
+def rows_there_are(config: Config, file: Path) -> list[dict[str, Any]]:
+    """All rows of the file that this configuration would write, for any arm and seed, in order."""
+    rows = []
+    for row in read_jsonl(file):
+        where = row["configuration"], row["arm"], row["seed"]
+        if where[0] in config.configurations and where[1] in ARMS:
+            if _key(row["settings"]) == _key(asdict(settings_of(config, *where))):
+                rows.append(row)
+    order = list(ARMS)
+    return sorted(rows, key=lambda row: (order.index(row["arm"]), row["seed"]))
 
 
 def settings_of(config: Config, configuration: str, arm: str, seed: int) -> TrainConfig:
@@ -241,7 +254,7 @@ def draw(rows: list[dict[str, Any]], folder: Path) -> Path:
     names = list(dict.fromkeys(row["configuration"] for row in rows))
     figure = make_subplots(1, len(names), subplot_titles=names, shared_yaxes=True)
     for row in rows:
-        if row["seed"] == rows[0]["seed"]:
+        if row["seed"] == min(row["seed"] for row in rows):
             x, y = row["curve"]
             line = go.Scatter(x=x, y=y, name=row["arm"], legendgroup=row["arm"])
             figure.add_trace(line, row=1, col=names.index(row["configuration"]) + 1)

@@ -15,7 +15,14 @@ from models.config import GPTConfig
 from models.gpt import init_params
 
 MODEL = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
-TOY = Config(configurations=("fault",), arms=("clean", "adamw"), seeds=(0,), steps=1, model=MODEL)
+TOY = Config(
+    configurations=("fault",),
+    arms=("clean", "adamw"),
+    seeds=(0,),
+    other_seeds=(0,),
+    steps=1,
+    model=MODEL,
+)
 
 
 def test_rows_are_written_once_and_read_again(tmp_path, monkeypatch, capsys):
@@ -31,10 +38,10 @@ def test_rows_are_written_once_and_read_again(tmp_path, monkeypatch, capsys):
 
 
 def test_the_plan_has_every_seed_of_the_main_arms_first():
-    config = Config(configurations=("fault", "rate"), seeds=(3, 4))
+    config = Config(configurations=("fault", "rate"), seeds=(3, 4), other_seeds=(5,))
     rows = plan(config)
     assert len(rows) == 2 * (2 * len(MAIN) + len(ARMS) - len(MAIN))
-    assert {seed for _, arm, seed in rows if arm not in MAIN} == {3}
+    assert {seed for _, arm, seed in rows if arm not in MAIN} == {5}
     assert all(arm in MAIN for _, arm, _ in rows[: 4 * len(MAIN)])
 
 
