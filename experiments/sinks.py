@@ -14,9 +14,7 @@ from stabmon.output.writers import PrometheusWriter, TensorBoardWriter, WandbWri
 Sink = Literal["tensorboard", "wandb", "prometheus"]
 
 
-def open_sinks(
-    sinks: Sequence[Sink], folder: Path, config: Mapping[str, Any], step: int
-) -> Fanout:
+def open_sinks(sinks: Sequence[Sink], folder: Path, config: Mapping[str, Any], step: int) -> Fanout:
     """The sinks by name, all under the run's folder.
 
     TensorBoard: event files in `tensorboard/`. Weights & Biases: `wandb/`; `WANDB_MODE=offline` in
@@ -34,7 +32,9 @@ def open_sinks(
     """
     made: dict[Sink, Any] = {
         "tensorboard": lambda: TensorBoardWriter(folder / "tensorboard", purge_step=step),
-        "wandb": lambda: WandbWriter(project="stabmon", name=folder.name, config=config, dir=folder),
+        "wandb": lambda: WandbWriter(
+            project="stabmon", name=folder.name, config=config, dir=folder
+        ),
         "prometheus": lambda: PrometheusWriter(textfile=folder / "metrics.prom"),
     }
     writers: list[Writer] = [made[name]() for name in dict.fromkeys(sinks)]

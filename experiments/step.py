@@ -20,6 +20,7 @@ from experiments.placement import ALONE, Placement, make_mesh, state_shardings
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
+from stabmon.paths import path_name
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,10 @@ class OptimizerConfig:
         keep: Snapshots kept.
         control: Whether the learning rate can be scaled while the run goes on.
         msign: Periodic matrix-sign restoration; None: none.
+        rates: Peak learning rates of groups of the layout ("attention", "mlp", "all", a role),
+            as pairs (group, rate), the groups disjoint; `learning_rate` is for all other leaves.
+        base: "muon" for `optax.contrib.muon` on the block matrices of a "mha" model, its updates
+            scaled to AdamW's RMS so that the same rates apply, and AdamW on the rest.
     """
 
     learning_rate: float = 1e-3
@@ -63,6 +68,8 @@ class OptimizerConfig:
     keep: int = 4
     control: bool = False
     msign: MsignConfig | None = None
+    rates: tuple[tuple[str, float], ...] = ()
+    base: Literal["adamw", "muon"] = "adamw"
 
 
 @dataclass(frozen=True)
@@ -80,9 +87,9 @@ class MonitorConfig:
 
 
 def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout, scaled: bool = False) -> Any:
-    """The chain: clip → AdamW → learning-rate factor → MSign → snapshot ring.
+    """The chain: clip → AdamW or Muon → learning-rate factor → MSign → snapshot ring.
 
-    Where it is `scaled`, AdamW's updates are multiplied by `tx.update`'s argument `rate_scale`.
+    Where it is `scaled`, the base's updates are multiplied by `tx.update`'s argument `rate_scale`.
     """
     decay_steps = {
         "constant": lambda peak: optax.constant_schedule(peak),
@@ -94,21 +101,58 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout, scaled: bool
         [optax.linear_schedule(0.0, peak, config.warmup), decay_steps[config.schedule](peak)],
         [config.warmup],
     )
-    matrices = layout.selects("all")
-    adamw = optax.adamw(
-        schedule,
-        b1=config.beta1,
-        b2=config.beta2,
-        weight_decay=config.weight_decay,
-        mask=lambda params: stabmon.selection(params, matrices),
-    )
+    base = _with_rates(_make_base(config, schedule, layout), config, layout)
     return optax.chain(
         optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip),
-        optax.chain(adamw, scale_by_argument()) if scaled else adamw,
+        optax.chain(base, scale_by_argument()) if scaled else base,
         optax_ext.scale_by_control() if config.control else optax.identity(),
         make_msign(config.msign, layout),
         optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk", "router")),
     )
+
+
+def _make_base(config: OptimizerConfig, schedule: optax.Schedule, layout: stabmon.Layout) -> Any:
+    """AdamW or Muon, weight decay on block matrices only."""
+    matrices = layout.selects("all")
+    if config.base == "adamw":
+        return optax.adamw(
+            schedule,
+            b1=config.beta1,
+            b2=config.beta2,
+            weight_decay=config.weight_decay,
+            mask=lambda params: stabmon.selection(params, matrices),
+        )
+    merged, split = layout.selects("q", "k", "v"), layout.selects("o")
+
+    def axes(path: Any, leaf: Any) -> Any:
+        name, last = path_name(path), leaf.ndim - 1
+        if not matrices(name, leaf):
+            return None
+        if merged(name, leaf):
+            return optax.contrib.MuonDimensionNumbers((last - 2,), (last - 1, last))
+        rows = (last - 2, last - 1) if split(name, leaf) else (last - 1,)
+        return optax.contrib.MuonDimensionNumbers(rows, (last,))
+
+    return optax.contrib.muon(
+        schedule,
+        weight_decay=config.weight_decay,
+        adam_b1=config.beta1,
+        adam_b2=config.beta2,
+        consistent_rms=0.2,
+        muon_weight_dimension_numbers=lambda tree: jax.tree_util.tree_map_with_path(axes, tree),
+    )
+
+
+def _with_rates(base: Any, config: OptimizerConfig, layout: stabmon.Layout) -> Any:
+    """`base` with the updates of each group of `rates` scaled to its rate, if there are any."""
+    if not config.rates:
+        return base
+    scaled = []
+    for group, rate in config.rates:
+        chosen = layout.selects(group)
+        mask = lambda tree, chosen=chosen: stabmon.selection(tree, chosen)
+        scaled.append(optax.masked(optax.scale(rate / config.learning_rate), mask))
+    return optax.chain(base, *scaled)
 
 
 def make_msign(config: MsignConfig | None, layout: stabmon.Layout) -> Any:

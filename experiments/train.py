@@ -43,7 +43,7 @@ from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
 from stabmon.output.runlog import load_run
 
-_LATER = {"optimizer": ("control", "msign"), "monitor": ("router",)}
+_LATER = {"optimizer": ("control", "msign", "rates", "base"), "monitor": ("router",)}
 HELD_OUT = "evaluation/global/loss/value"
 
 
