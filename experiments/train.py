@@ -14,10 +14,8 @@ continues it bit for bit.
 What `--act` does is in `acting.py`.
 """
 
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +33,8 @@ from experiments.data import Corpus, batches, load_corpus, windows
 from experiments.faults import AttentionFault, Disturbance, disturbed, scales
 from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.progress import Board
+from experiments.session import identity, interruptible
+from experiments.sinks import Sink, open_sinks
 from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector
@@ -43,7 +43,6 @@ from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
 from stabmon.output.runlog import load_run
 
-_LATER = {"optimizer": ("control", "msign", "rates", "base"), "monitor": ("router",)}
 HELD_OUT = "evaluation/global/loss/value"
 
 
@@ -69,6 +68,7 @@ class Config:
             matched clean run.
         reference: File of a reference (`stabmon.alarms.reference`); samples are judged by it while
             the run goes on, and alarms printed and journalled. None: no alarms.
+        sinks: Where samples go besides `metrics.jsonl`; see `sinks.py`.
         act: Whether the recovery ladder acts on the run: cuts the learning rate, rolls back, stops.
             False: what it would do is journalled, if `alarms.on`.
         alarms: Watching without a reference, and how the ladder is climbed.
@@ -93,6 +93,7 @@ class Config:
     disturbances: tuple[Disturbance, ...] | None = None
     armed: bool = True
     reference: Path | None = None
+    sinks: tuple[Sink, ...] = ()
     act: bool = False
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     evaluate_every: int = 0
@@ -156,7 +157,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
     )
     watched = config.act or config.alarms.on
     folder = config.runs / config.name
-    with shared_log(folder, _identity(config), config.resume) as log:
+    with shared_log(folder, identity(config), config.resume) as log:
         saved = Checkpoints(folder / "checkpoints", keep=None if watched else 3)
         fresh: Callable[[], TrainState] = lambda: init(config.seed)
         state = fresh()
@@ -195,6 +196,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
             if held_out is not None:
                 values[HELD_OUT] = float(held_out)
             log.sample(step, values, tokens=step * config.batch * context)
+            sinks.write(step, values)
             board.show(step, values)
             if acting is not None:
                 alarms = acting.observe(step, values)
@@ -216,8 +218,12 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                 acting.save(state, float(loss))
 
         quiet = config.quiet or not leads()
-        with Board(config.name, config.steps, config.batch * context, quiet) as board:
-            with _interruptible() as stop:
+        names = config.sinks if leads() else ()
+        with (
+            open_sinks(names, folder, identity(config), step) as sinks,
+            Board(config.name, config.steps, config.batch * context, quiet) as board,
+        ):
+            with interruptible() as stop:
                 while not stop:
                     if acting is not None:
                         if acting.recovery.stop:
@@ -273,47 +279,6 @@ def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
     fixed = np.stack([np.asarray(data[i]) for i in range(read)])
     loss = loss_of_batches(config.model)
     return lambda params: loss(params, fixed)
-
-
-def _identity(config: Config) -> dict[str, Any]:
-    """What makes the run what it is: everything but where it lies and how it is shown.
-
-    Of options that came in later, only those that are used: older runs stay what they are.
-    """
-    skipped = {"name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference"}
-    skipped |= {"placement", "distributed"}  # a run may go on elsewhere
-    whole = {k: v for k, v in asdict(config).items() if k not in skipped}
-    for option in ("act", "alarms", "disturbances"):
-        if getattr(config, option) == getattr(Config(), option):
-            del whole[option]
-    for group, options in _LATER.items():
-        default = asdict(getattr(Config(), group))
-        for name in options:
-            if whole[group][name] == default[name]:
-                del whole[group][name]
-    return whole
-
-
-@contextmanager
-def _interruptible() -> Iterator[list[int]]:
-    """A list that is no longer empty once Ctrl-C or a termination signal came.
-
-    The second Ctrl-C interrupts at once, as usual.
-    """
-    caught: list[int] = []
-
-    def note(signum, frame):
-        caught.append(signum)
-        signal.signal(signum, previous[signum])
-
-    previous = {}
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        previous[signum] = signal.signal(signum, note)
-    try:
-        yield caught
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,9 @@ import pytest
 import experiments.msign_rescue as rescue
 import stabmon
 from experiments.msign_rescue import ARMS, MAIN, Config, main, markdown, plan, settings_of
+from experiments.session import identity
 from experiments.step import OptimizerConfig, make_optimizer
 from experiments.train import Config as TrainConfig
-from experiments.train import _identity
 from models.config import GPTConfig
 from models.gpt import init_params
 
@@ -63,7 +63,7 @@ def test_the_table_compares_with_the_clean_run_of_the_seed():
 
 
 def test_a_run_that_does_without_rates_is_what_it_was():
-    assert not {"rates", "base"} & set(_identity(TrainConfig())["optimizer"])
+    assert not {"rates", "base"} & set(identity(TrainConfig())["optimizer"])
 
 
 @pytest.mark.parametrize("base", ["adamw", "muon"])
