@@ -9,7 +9,7 @@ steps hold the loss; of which, and how seldom may it be?
     python -m experiments.msign_rescue --arms clean adamw       some of them
     python -m experiments.msign_rescue --configurations fault   one configuration
 
-About 25 minutes on one core. Rows go to `runs/msign_rescue.jsonl`; a run whose row is there,
+About 50 minutes on one core for all of it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run whose row is there,
 with the same settings, is not run again. Curves: `runs/msign_rescue.html`. Results:
 `experiments/README.md`.
 
@@ -219,9 +219,7 @@ def measure(settings: TrainConfig) -> dict[str, Any]:
     """Train one run; what came of it."""
     result = train(settings)
     if result.step < settings.steps:
-        raise SystemExit(
-            f"{settings.name}: stopped at step {result.step}, it will go on from there"
-        )
+        raise SystemExit(f"{settings.name}: stopped at step {result.step}, goes on from there")
     run = load_run(result.folder)
     loss = result.held_out
     return {
