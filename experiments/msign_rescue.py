@@ -9,9 +9,9 @@ steps hold the loss; of which, and how seldom may it be?
     python -m experiments.msign_rescue --arms clean adamw       some of them
     python -m experiments.msign_rescue --configurations fault   one configuration
 
-About 50 minutes on one core for all of it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run whose row is there,
-with the same settings, is not run again. Curves: `runs/msign_rescue.html`. Results:
-`experiments/README.md`.
+About 50 minutes on one core for all of it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run
+whose row is there, with the same settings, is not run again. Curves: `runs/msign_rescue.html`.
+Results: `experiments/README.md`.
 
 Arms of a configuration and seed share data and initialisation; "clean" is AdamW without the fault,
 or at the other matrices' learning rate. The arms of `MAIN` are run for `seeds`, the others for
