@@ -9,7 +9,7 @@ come, how many alarms does a healthy run raise?
     python -m experiments.campaign table      all runs, judged: the tables
     python -m experiments.campaign rescue     a run that --act is to save, with and without it
 
-`table` takes about 12 minutes on one core, `rescue` 3. A run that is already there is not run
+`table` takes about 12 minutes on one core, `rescue` 4. A run that is already there is not run
 again, so both may be interrupted. Verdicts are written to `runs/campaign/verdicts.jsonl` and
 `rescue.jsonl`. Results: `experiments/README.md`.
 
