@@ -9,7 +9,7 @@ come, how many alarms does a healthy run raise?
     python -m experiments.campaign table      all runs, judged: the tables
     python -m experiments.campaign rescue     a run that --act is to save, with and without it
 
-`table` takes about 12 minutes on one core, `rescue` 3. A run that is already there is not run
+`table` takes about 12 minutes on one core, `rescue` 4. A run that is already there is not run
 again, so both may be interrupted. Verdicts are written to `runs/campaign/verdicts.jsonl` and
 `rescue.jsonl`. Results: `experiments/README.md`.
 
@@ -82,7 +82,6 @@ CASES = {
     "attention 7/7": Case(Fault.ATTENTION, (7, 7)),
     "attention 7/7, learning rate ×10": Case(Fault.SEVERAL, (7, 7), (("learning rate", 10),)),
     "attention 7/0": Case(Fault.ATTENTION, (7, 0)),
-    "attention 6/6": Case(Fault.ATTENTION, (6, 6)),
     "clean, experts": Case(CLEAN, moe=True),
     "learning rate ×10, experts": Case(
         Fault.LEARNING_RATE, None, (("learning rate", 10),), moe=True
@@ -90,6 +89,7 @@ CASES = {
     "batch ÷8, experts": Case(Fault.BALANCE, None, (("batch", 8),), moe=True),
     "balance loss off, experts": Case(Fault.BALANCE, None, (("auxiliary", 0),), moe=True),
     "attention 7/7, experts": Case(Fault.ATTENTION, (7, 7), moe=True),
+    "attention 6/6": Case(Fault.ATTENTION, (6, 6)),
 }
 RESCUED = {"learning rate ×40": Case(Fault.LEARNING_RATE, None, (("learning rate", 40),))}
 
@@ -116,8 +116,8 @@ class Config:
     """
 
     command: Annotated[Literal["table", "rescue"], tyro.conf.Positional] = "table"
-    seeds: tuple[int, ...] = (200, 201)
-    clean_seeds: tuple[int, ...] = (200, 201, 202)
+    seeds: tuple[int, ...] = (300, 301)
+    clean_seeds: tuple[int, ...] = (300, 301, 302)
     steps: int = 1200
     onset: int = 500
     rescue_steps: int = 2000
