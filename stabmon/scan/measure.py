@@ -72,8 +72,12 @@ def change_rows(
         return rows, []
     values = jax.device_get(_increments(layout, after, delta))
     values = {key: x.ravel() for key, x in values.items() if x.ndim == 2}
-    heads = range(len(values["delta2/norm"]))
-    return rows, [{"head": n, **{key: float(x[n]) for key, x in values.items()}} for n in heads]
+    count = len(values["delta2/norm"])
+    # What is measured of each key head stands beside every query head that shares it.
+    of_head = lambda x, n: float(x[n * len(x) // count])
+    return rows, [
+        {"head": n, **{key: of_head(x, n) for key, x in values.items()}} for n in range(count)
+    ]
 
 
 def place(row: Row) -> str:
