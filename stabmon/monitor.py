@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, PyTree
 from stabmon import tiers
 from stabmon.layout import Layout, leaves_with_paths
 from stabmon.metrics.jacobian import JacobianStats
-from stabmon.readings import BRIEF, Readings, aggregate
+from stabmon.readings import BRIEF, WORST_IS_HIGH, Readings, aggregate
 from stabmon.snapshots import find_state, read_delta
 
 Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
@@ -203,9 +203,7 @@ class Monitor:
             def kept():
                 rows = {}
                 for name, metrics in measure().items():
-                    names[name], rows[name] = aggregate(
-                        name, metrics, tiers.WORST_IS_HIGH, self._keeps
-                    )
+                    names[name], rows[name] = aggregate(name, metrics, WORST_IS_HIGH, self._keeps)
                 return rows
 
             rows = jax.eval_shape(kept)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from stabmon.layout import CANONICAL
 from stabmon.metrics.mesh import replicated
 
 FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"
@@ -31,6 +32,36 @@ BRIEF = re.compile(
     r"|router/(entropy|effective_experts|margin)/(mean|min)"
     r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
     r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
+)
+# Metrics whose bad side is above; of all others it is below.
+WORST_IS_HIGH = frozenset(
+    {
+        "similarity",
+        "layer_correlation",
+        "norm",
+        "forward",
+        "reversed",
+        "query/outliers",
+        "query/excess",
+        "key/outliers",
+        "key/excess",
+        "max_violation",
+        "dead",
+        "z",
+        "max_logit",
+        *(f"{role}/norm" for role in CANONICAL),
+        *(f"{role}/spectral_norm" for role in CANONICAL),
+        *(f"{role}/{tree}_norm" for role in CANONICAL for tree in ("grad", "update")),
+        *(f"{role}/radial_alignment" for role in "qk"),
+        *(f"{name}/lag_exponent" for name in ("query", "key")),
+        "sharp_heads",
+        "sink_mass",
+        "repeated_maximum",
+        "dropped",
+        "balance_ratio",
+        *(f"{name}/norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
+        *(f"{name}/spectral_norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
+    }
 )
 
 

@@ -40,35 +40,6 @@ from stabmon.metrics.updates import lag_exponent, outliers_of_spectrum, radial_a
 
 Metrics = dict[str, Array]
 
-WORST_IS_HIGH = frozenset(
-    {
-        "similarity",
-        "layer_correlation",
-        "norm",
-        "forward",
-        "reversed",
-        "query/outliers",
-        "query/excess",
-        "key/outliers",
-        "key/excess",
-        "max_violation",
-        "dead",
-        "z",
-        "max_logit",
-        *(f"{role}/norm" for role in CANONICAL),
-        *(f"{role}/spectral_norm" for role in CANONICAL),
-        *(f"{role}/{tree}_norm" for role in CANONICAL for tree in ("grad", "update")),
-        *(f"{role}/radial_alignment" for role in "qk"),
-        *(f"{name}/lag_exponent" for name in ("query", "key")),
-        "sharp_heads",
-        "sink_mass",
-        "repeated_maximum",
-        "dropped",
-        "balance_ratio",
-        *(f"{name}/norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
-        *(f"{name}/spectral_norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
-    }
-)
 _STATS = ("modes", "effective_rank", "stable_rank", "norm", "spectral_norm")
 # Roles as matrices with the model axis, or the latent, first; the others are so already.
 _FLAT = {
