@@ -19,6 +19,7 @@ LLAMA_1B = GPTConfig(
     activation="swiglu",
     tied=False,
 )
+SIGMA_40M = replace(LLAMA_1B, layers=28, model=128, heads=4, feedforward=448)
 PRESETS: dict[str, GPTConfig] = {
     # arXiv 2602.01734; 5M parameters only with both embeddings. μP: std 0.02 · 4, W_Q = 0.
     "nanogpt-5m": GPTConfig(
@@ -35,10 +36,8 @@ PRESETS: dict[str, GPTConfig] = {
         zero_query=True,
     ),
     # There MHA and MLA alternate; here a model is of one kind, so there are two.
-    "sigma-40m-mha": replace(LLAMA_1B, layers=28, model=128, heads=4, feedforward=448),
-    "sigma-40m-mla": replace(
-        LLAMA_1B, layers=28, model=128, heads=4, feedforward=448, attention="mla"
-    ),
+    "sigma-40m-mha": SIGMA_40M,
+    "sigma-40m-mla": replace(SIGMA_40M, attention="mla"),
     "llama-1b": LLAMA_1B,
     "llama-moe-3b": replace(LLAMA_1B, feedforward=1360, experts=16, top_k=4),
     # The mini model of a re-implementation of arXiv 2606.28116.
