@@ -1,6 +1,7 @@
 """Monitors and transforms on eight devices: the numbers of one device, and little communication."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -193,6 +194,28 @@ def test_a_sampled_step_moves_gram_cores_and_no_matrix():
     # Each side's two Gram matrices are summed and gathered, its three factors and the cores
     # gathered: nothing else of any size.
     assert sum(np.prod(shape) for _, shape in delta) <= 8 * cores
+
+
+def test_activations_are_sampled_without_gathering_tokens():
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params, _, monitor = make(CONFIG)
+    monitor = replace(monitor, router=0, delta=0, weights=0, symptoms=0, tokens=16, detail="full")
+    batch = NamedSharding(mesh, jax.P(None, "data"))
+    shape = (CONFIG.layers, 8, CONFIG.context, CONFIG.model)
+    residual = jax.random.normal(jax.random.key(0), shape)
+    measure = jax.jit(lambda params, x: monitor(1, params, None, {"residual": x}))
+    alone = measure(params, residual).flatten()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, "mixed", mesh))
+        lain = jax.device_put(residual, batch)
+        found = collectives(measure.lower(placed, lain).compile().as_text())
+        apart = measure(placed, lain).flatten()
+    np.testing.assert_allclose(*[[x[key] for key in alone] for x in (alone, apart)], rtol=1e-5)
+    parts = {CONFIG.model // n for n in (1, 2, 4, 8)}
+    moved = [shape for kind, shape in found if parts & set(shape)]
+    assert moved
+    assert all(kind == "all-to-all" for kind, shape in found if parts & set(shape))
+    assert sum(np.prod(shape) for shape in moved) <= CONFIG.layers * CONFIG.model * (16 + 2 * 8)
 
 
 def restoring(config, where, kind=AxisType.Auto, mesh=None, **options):
