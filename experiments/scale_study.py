@@ -36,8 +36,8 @@ from rich.table import Table
 
 import optax_ext
 import stabmon
+from experiments.losses import next_token_loss
 from experiments.placement import Placement, make_mesh, state_shardings
-from experiments.step import next_token_loss
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss

@@ -1,10 +1,9 @@
 """The training loop, written to be copied.
 
-One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled once
-for each combination of monitors that are due together, and without them for the other steps, which
-then cost nothing. What is measured leaves as data and is written while the next step already runs,
-so the device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume`
-continues it bit for bit.
+One jitted, donated step does loss, gradients and optimizer. On a sampled step a second program
+measures beside it (`measuring.py`); other steps cost nothing. What is measured leaves as data and
+is written while the next step already runs, so the device never waits for the host. A run is a
+folder (`stabmon.output.runlog`); `--resume` continues it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
@@ -31,11 +30,12 @@ from experiments.checkpoints import Checkpoints, TrainState
 from experiments.cluster import agree, join, leads, shared_log, together
 from experiments.data import Corpus, batches, load_corpus, windows
 from experiments.faults import AttentionFault, Disturbance, disturbed, scales
+from experiments.losses import loss_of_batches
 from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.progress import Board
 from experiments.session import identity, interruptible
 from experiments.sinks import Sink, open_sinks
-from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
+from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.ladder import EXIT_UNRECOVERED
