@@ -13,11 +13,14 @@ from stabmon.alarms.grades import GradeWatch
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import AllHeads, Threshold
 from stabmon.alarms.reference import Reference
+from stabmon.alarms.shifts import Shift
 from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
 
 _SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
 _RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
+# A healthy run drifts: its router sharpens and its logits grow for thousands of steps.
+_WIDEN = 5.0
 _SYMPTOM = "symptoms/global/{}/value"
 
 
@@ -49,12 +52,11 @@ def standard_board(
             f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
         )
     twice, once = Patience(2, 0.5, cooldown), Patience(1, 0.5, cooldown)
-    thrice, fifth = Patience(3, 0.5, cooldown), Patience(5, 0.5, cooldown)
-
+    thrice = Patience(3, 0.5, cooldown)
     first = warmup + length
 
     def window(floor: float, ratchet: int = 0) -> HealthyWindow:
-        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet)
+        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet, widen=_WIDEN)
 
     entropy = "router/global/entropy/(mean|min)"
     load = "router/global/max_violation/mean"
@@ -80,9 +82,7 @@ def standard_board(
         "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
         "grade": GradeWatch(first, patience=Patience(1, 0.5, cooldown)),
         "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
-        "gradient level": Surge(
-            "shift", _SYMPTOM.format("grad_norm"), warmup, threshold=3.0, patience=fifth
-        ),
+        "gradient level": Shift("shift", _SYMPTOM.format("grad_norm"), warmup, patience=once),
         "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
         "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
         "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),
