@@ -9,19 +9,23 @@ come, how many alarms does a healthy run raise?
     python -m experiments.campaign table      all runs, judged: the tables
     python -m experiments.campaign rescue     a run that --act is to save, with and without it
 
-`table` takes about 12 minutes on one core, `rescue` 4. A run that is already there is not run
-again, so both may be interrupted. Verdicts are written to `runs/campaign/verdicts.jsonl` and
-`rescue.jsonl`. Results: `experiments/README.md`.
+    python -m experiments.campaign judge      what today's rules make of recorded runs: printed only
+
+`table` takes about 30 minutes on one core, `rescue` 5, `judge` 2. A run that is already there, or
+its row, is not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`,
+the figure to `runs/campaign.html`. Results: `experiments/README.md`, from
+`experiments/results/campaign.jsonl`.
 
 The seeds are none of those on which the thresholds were chosen. What counts as the diagnosis of a
 run is the one that stands at its end, with all evidence in; the first that was not "unknown" is
-listed beside it. Every alarm before the onset is a false one, as is every alarm of a clean run.
+listed beside it. Every alarm of a clean run is a false one. Clean runs are longer than faulty ones,
+so that what is healthy has time to drift.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -32,17 +36,17 @@ from experiments.faults import AttentionFault, Disturbance, Kind
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
-from experiments.verdicts import (
-    CLEAN,
-    cases_markdown,
-    confusion_markdown,
-    judge,
-    rescue_markdown,
-    summary,
-)
+from experiments.campaign_tables import figure, headline, tables
+from experiments.verdicts import CLEAN, judge
 from models.config import GPTConfig
+from stabmon.alarms.ladder import Policy
+from stabmon.alarms.ledger import CheckpointLedger
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.replay import replay_events
 from stabmon.alarms.signatures import Fault
-from stabmon.output.jsonl import plain
+from stabmon.alarms.standard import standard_board
+from stabmon.alarms.watcher import Watcher
+from stabmon.output.jsonl import plain, read_jsonl
 from stabmon.output.runlog import Run, load_run
 
 DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
@@ -78,7 +82,7 @@ CASES = {
     "batch ÷8": Case(Fault.BALANCE, None, (("batch", 8),)),
     "dirty batch": Case(Fault.DIRTY_BATCH, None, (("dirty batch", 1),), brief=True),
     "repeated data": Case(Fault.REPEATED_DATA, None, (("repeated data", 8),)),
-    "NaN": Case(Fault.NONFINITE, None, (("gradient", math.nan),), brief=True),
+    "NaN in the gradient": Case(Fault.NONFINITE, None, (("gradient", math.nan),), brief=True),
     "attention 7/7": Case(Fault.ATTENTION, (7, 7)),
     "attention 7/7, learning rate ×10": Case(Fault.SEVERAL, (7, 7), (("learning rate", 10),)),
     "attention 7/0": Case(Fault.ATTENTION, (7, 0)),
@@ -99,10 +103,11 @@ class Config:
     """What to run.
 
     Attributes:
-        command: table or rescue.
+        command: table, rescue or judge.
         seeds: Seeds of the faulty runs.
         clean_seeds: Seeds of the clean runs.
-        steps: Length of every run.
+        steps: Length of the faulty runs.
+        clean_steps: Length of the clean runs.
         onset: First step with a fault.
         rescue_steps: Length of the runs of `rescue`.
         batch: Sequences a step.
@@ -112,13 +117,15 @@ class Config:
         monitor: What is measured.
         alarms: Watching, and the pace of the ladder.
         cases: Names of the cases to run; empty: all.
-        runs: Where runs and verdicts lie.
+        runs: Where the runs lie.
+        results: Where the rows go.
     """
 
-    command: Annotated[Literal["table", "rescue"], tyro.conf.Positional] = "table"
-    seeds: tuple[int, ...] = (300, 301)
-    clean_seeds: tuple[int, ...] = (300, 301, 302)
+    command: Annotated[Literal["table", "rescue", "judge"], tyro.conf.Positional] = "table"
+    seeds: tuple[int, ...] = (400, 401)
+    clean_seeds: tuple[int, ...] = (400, 401, 402, 403)
     steps: int = 1200
+    clean_steps: int = 4100
     onset: int = 500
     rescue_steps: int = 2000
     batch: int = 16
@@ -129,37 +136,72 @@ class Config:
     alarms: AlarmConfig = ALARMS
     cases: tuple[str, ...] = ()
     runs: Path = Path("runs/campaign")
+    results: Path = Path("runs/campaign.jsonl")
 
 
-def main(config: Config) -> list[Any]:
-    """Carry out `config.command`; its verdicts, or the rows of the rescue."""
+def main(config: Config) -> list[dict[str, Any]]:
+    """Carry out `config.command`; all rows that there are then, with `judge` the new ones."""
+    again = config.command == "judge"
+    rows = {} if again else {_identity(x): x for x in read_jsonl(config.results)}
     if config.command == "rescue":
-        rows = [rescue(config, name, seed) for name in RESCUED for seed in config.seeds]
-        write(config.runs / "rescue.jsonl", rows)
-        print(rescue_markdown(rows))
-        return rows
-    verdicts = []
-    for name, case in CASES.items():
-        if config.cases and name not in config.cases:
+        wanted = [("rescue", x, s, config.rescue_steps) for x in RESCUED for s in config.seeds]
+    else:
+        wanted = [
+            ("verdict", name, seed, config.clean_steps if clean else config.steps)
+            for name, case in CASES.items()
+            if not config.cases or name in config.cases
+            for clean in [case.truth == CLEAN]
+            for seed in (config.clean_seeds if clean else config.seeds)
+        ]
+    for kind, name, seed, steps in wanted:
+        if (kind, name, seed, steps) in rows:
             continue
-        for seed in config.clean_seeds if case.truth == CLEAN else config.seeds:
-            run = run_one(config, name, case, seed)
-            onset = config.steps if case.truth == CLEAN else config.onset
-            judged_from = config.optimizer.warmup + config.alarms.window
-            verdict = judge(run, name, seed, case.truth, onset, config.steps, judged_from)
-            verdicts.append(verdict)
-            print(f"{name}, seed {seed}: {verdicts[-1].named}", flush=True)
-    write(config.runs / "verdicts.jsonl", [asdict(x) | {"right": x.right} for x in verdicts])
-    print("\n" + "\n\n".join([cases_markdown(verdicts), confusion_markdown(verdicts)]))
-    print("\n" + summary(verdicts))
-    return verdicts
+        if kind == "rescue":
+            row = rescue(config, name, seed)
+        else:
+            row = verdict(config, name, seed, steps)
+        if row is None:
+            continue
+        rows[kind, name, seed, steps] = row
+        if not again:
+            write(config.results, list(rows.values()))
+        said = row["named"] if kind == "verdict" else f"{row['excess']:+.1%} of the clean loss"
+        print(f"{name}, seed {seed}: {said}", flush=True)
+    ordered = list(rows.values())
+    if not again:
+        figure(ordered, config.results.with_suffix(".html"))
+    print("\n" + tables(ordered) + "\n\n" + headline(ordered))
+    return ordered
+
+
+def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any] | None:
+    """The row of one run; with `judge` by a replay, None where the run is not there."""
+    case = CASES[name]
+    run = run_one(config, name, case, seed, steps)
+    if run is None:
+        return None
+    if config.command == "judge":
+        policy = Policy(watch=config.alarms.watch, verify=config.alarms.verify)
+        board = standard_board(config.optimizer.warmup, config.alarms.window)
+        ledger = CheckpointLedger(config.alarms.dwell, config.alarms.min_grade)
+        events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
+        run = replace(run, events=tuple(events))
+    onset = steps if case.truth == CLEAN else config.onset
+    judged_from = config.optimizer.warmup + config.alarms.window
+    return judge(run, name, seed, case.truth, onset, steps, judged_from).row()
+
+
+def _identity(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["kind"], row["case"], row["seed"], row["steps"]
 
 
 def run_one(
-    config: Config, name: str, case: Case, seed: int, steps: int = 0, act: bool | None = None
-) -> Run:
-    """One run, unless it is there already; `act` given, one of the rescue."""
-    steps = steps or config.steps
+    config: Config, name: str, case: Case, seed: int, steps: int, act: bool | None = None
+) -> Run | None:
+    """One run, unless it is there already; `act` given, one of the rescue.
+
+    To be judged again, it must be there: else None.
+    """
     end = config.onset + 1 if case.brief else None
     extra = [Disturbance(kind, x, config.onset, end) for kind, x in case.disturbances]
     fault = None
@@ -192,6 +234,8 @@ def run_one(
     if not (folder / "config.json").exists() or not ended & {
         x["kind"] for x in load_run(folder).events
     }:
+        if config.command == "judge":
+            return None
         train(settings)
     return load_run(folder)
 
@@ -204,10 +248,12 @@ def rescue(config: Config, name: str, seed: int) -> dict[str, Any]:
         "faulty": run_one(config, name, case, seed, steps, False),
         "act": run_one(config, name, case, seed, steps, True),
     }
-    losses = {key: held_out(run) for key, run in runs.items()}
-    story = [f"{x['action']} {x['step']}" for x in runs["act"].events if x["kind"] == "action"]
+    losses = {key: held_out(run) for key, run in runs.items() if run is not None}
+    events = () if runs["act"] is None else runs["act"].events
+    story = [f"{x['action']} {x['step']}" for x in events if x["kind"] == "action"]
     excess = losses["act"] / losses["clean"] - 1
-    return {"case": name, "seed": seed, **losses, "excess": excess, "actions": story}
+    row = {"kind": "rescue", "case": name, "seed": seed, "steps": steps, **losses}
+    return row | {"excess": excess, "actions": story}
 
 
 def held_out(run: Run) -> float:

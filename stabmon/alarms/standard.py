@@ -81,9 +81,16 @@ def standard_board(
         ),
         "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
         "grade": GradeWatch(first, patience=Patience(1, 0.5, cooldown)),
-        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
+        # One batch of a healthy run can be six deviations off: more, or for longer.
+        "gradient spike": Surge(
+            "spike", _SYMPTOM.format("grad_norm"), warmup, threshold=10.0, patience=once
+        ),
+        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=twice),
         "gradient level": Shift("shift", _SYMPTOM.format("grad_norm"), warmup, patience=once),
         "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
+        "loss spike": Surge(
+            "spike", _SYMPTOM.format("loss"), warmup, threshold=10.0, patience=once
+        ),
         "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
         "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),
         "held out": RobustZ(
