@@ -9,12 +9,15 @@ come, how many alarms does a healthy run raise?
     python -m experiments.campaign table      all runs, judged: the tables
     python -m experiments.campaign rescue     a run that --act is to save, with and without it
 
-    python -m experiments.campaign judge      what today's rules make of recorded runs: printed only
+    python -m experiments.campaign table --again     recorded runs, judged anew by today's rules
 
-`table` takes about 30 minutes on one core, `rescue` 5, `judge` 2. A run that is already there, or
-its row, is not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`,
-the figure to `runs/campaign.html`. Results: `experiments/README.md`, from
-`experiments/results/campaign.jsonl`.
+`table` takes about 30 minutes on one core, `rescue` 5. A run that is already there, or its row, is
+not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`, the figure to
+`runs/campaign.html`. Results: `experiments/README.md`, from `experiments/results/campaign.jsonl`.
+
+Runs are judged by a replay of what they recorded, which says what the alarms say while a run goes
+on (a test holds them equal): so rules can be changed without training, and rows are always those
+of one set of rules.
 
 The seeds are none of those on which the thresholds were chosen. What counts as the diagnosis of a
 run is the one that stands at its end, with all evidence in; the first that was not "unknown" is
@@ -103,7 +106,7 @@ class Config:
     """What to run.
 
     Attributes:
-        command: table, rescue or judge.
+        command: table or rescue.
         seeds: Seeds of the faulty runs.
         clean_seeds: Seeds of the clean runs.
         steps: Length of the faulty runs.
@@ -119,9 +122,10 @@ class Config:
         cases: Names of the cases to run; empty: all.
         runs: Where the runs lie.
         results: Where the rows go.
+        again: Whether recorded runs are judged anew.
     """
 
-    command: Annotated[Literal["table", "rescue", "judge"], tyro.conf.Positional] = "table"
+    command: Annotated[Literal["table", "rescue"], tyro.conf.Positional] = "table"
     seeds: tuple[int, ...] = (400, 401)
     clean_seeds: tuple[int, ...] = (400, 401, 402, 403)
     steps: int = 1200
@@ -137,12 +141,12 @@ class Config:
     cases: tuple[str, ...] = ()
     runs: Path = Path("runs/campaign")
     results: Path = Path("runs/campaign.jsonl")
+    again: bool = False
 
 
 def main(config: Config) -> list[dict[str, Any]]:
-    """Carry out `config.command`; all rows that there are then, with `judge` the new ones."""
-    again = config.command == "judge"
-    rows = {} if again else {_identity(x): x for x in read_jsonl(config.results)}
+    """Carry out `config.command`; all rows that there are then."""
+    rows = {_identity(x): x for x in read_jsonl(config.results)}
     if config.command == "rescue":
         wanted = [("rescue", x, s, config.rescue_steps) for x in RESCUED for s in config.seeds]
     else:
@@ -154,41 +158,33 @@ def main(config: Config) -> list[dict[str, Any]]:
             for seed in (config.clean_seeds if clean else config.seeds)
         ]
     for kind, name, seed, steps in wanted:
-        if (kind, name, seed, steps) in rows:
+        if (kind, name, seed, steps) in rows and not config.again:
             continue
         if kind == "rescue":
             row = rescue(config, name, seed)
         else:
             row = verdict(config, name, seed, steps)
-        if row is None:
-            continue
         rows[kind, name, seed, steps] = row
-        if not again:
-            write(config.results, list(rows.values()))
+        write(config.results, list(rows.values()))
         said = row["named"] if kind == "verdict" else f"{row['excess']:+.1%} of the clean loss"
         print(f"{name}, seed {seed}: {said}", flush=True)
     ordered = list(rows.values())
-    if not again:
-        figure(ordered, config.results.with_suffix(".html"))
+    figure(ordered, config.results.with_suffix(".html"))
     print("\n" + tables(ordered) + "\n\n" + headline(ordered))
     return ordered
 
 
-def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any] | None:
-    """The row of one run; with `judge` by a replay, None where the run is not there."""
-    case = CASES[name]
+def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any]:
+    """The row of one run, recorded before or now."""
+    case, alarms = CASES[name], config.alarms
     run = run_one(config, name, case, seed, steps)
-    if run is None:
-        return None
-    if config.command == "judge":
-        policy = Policy(watch=config.alarms.watch, verify=config.alarms.verify)
-        board = standard_board(config.optimizer.warmup, config.alarms.window)
-        ledger = CheckpointLedger(config.alarms.dwell, config.alarms.min_grade)
-        events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
-        run = replace(run, events=tuple(events))
+    policy = Policy(watch=alarms.watch, verify=alarms.verify)
+    board = standard_board(config.optimizer.warmup, alarms.window)
+    ledger = CheckpointLedger(alarms.dwell, alarms.min_grade)
+    events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
     onset = steps if case.truth == CLEAN else config.onset
-    judged_from = config.optimizer.warmup + config.alarms.window
-    return judge(run, name, seed, case.truth, onset, steps, judged_from).row()
+    judged_from = config.optimizer.warmup + alarms.window
+    return judge(events, name, seed, case.truth, onset, steps, judged_from).row()
 
 
 def _identity(row: dict[str, Any]) -> tuple[str, str, int, int]:
@@ -197,10 +193,11 @@ def _identity(row: dict[str, Any]) -> tuple[str, str, int, int]:
 
 def run_one(
     config: Config, name: str, case: Case, seed: int, steps: int, act: bool | None = None
-) -> Run | None:
+) -> Run:
     """One run, unless it is there already; `act` given, one of the rescue.
 
-    To be judged again, it must be there: else None.
+    Raises:
+        KeyboardInterrupt: It was interrupted; it is saved, and the next call goes on with it.
     """
     end = config.onset + 1 if case.brief else None
     extra = [Disturbance(kind, x, config.onset, end) for kind, x in case.disturbances]
@@ -234,9 +231,9 @@ def run_one(
     if not (folder / "config.json").exists() or not ended & {
         x["kind"] for x in load_run(folder).events
     }:
-        if config.command == "judge":
-            return None
-        train(settings)
+        result = train(settings)
+        if result.step < steps and result.code == 0:
+            raise KeyboardInterrupt(f"{folder} was interrupted at step {result.step}")
     return load_run(folder)
 
 
@@ -248,9 +245,8 @@ def rescue(config: Config, name: str, seed: int) -> dict[str, Any]:
         "faulty": run_one(config, name, case, seed, steps, False),
         "act": run_one(config, name, case, seed, steps, True),
     }
-    losses = {key: held_out(run) for key, run in runs.items() if run is not None}
-    events = () if runs["act"] is None else runs["act"].events
-    story = [f"{x['action']} {x['step']}" for x in events if x["kind"] == "action"]
+    losses = {key: held_out(run) for key, run in runs.items()}
+    story = [f"{x['action']} {x['step']}" for x in runs["act"].events if x["kind"] == "action"]
     excess = losses["act"] / losses["clean"] - 1
     row = {"kind": "rescue", "case": name, "seed": seed, "steps": steps, **losses}
     return row | {"excess": excess, "actions": story}

@@ -1,16 +1,16 @@
 """What the alarms made of a run with a known fault.
 
-`judge` reads a run's own events, so it judges what was said while the run went on. Which runs there
-are is `campaign.py`'s, tables of many are `campaign_tables.py`'s.
+`judge` reads events, whether recorded or replayed. Which runs there are is `campaign.py`'s, tables
+of many are `campaign_tables.py`'s.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.train import HELD_OUT
 from stabmon.alarms.board import LOSS
 from stabmon.alarms.signatures import Fault
-from stabmon.output.runlog import Run
 
 CLEAN, LOSSES = "clean", (LOSS, HELD_OUT)
 
@@ -59,12 +59,18 @@ class Verdict:
 
 
 def judge(
-    run: Run, case: str, seed: int, truth: str, onset: int, steps: int, judged_from: int
+    events: Sequence[Mapping[str, Any]],
+    case: str,
+    seed: int,
+    truth: str,
+    onset: int,
+    steps: int,
+    judged_from: int,
 ) -> Verdict:
     """What the alarms made of a run, from its events.
 
     Args:
-        run: The run.
+        events: Alarms, diagnoses and actions, in order.
         case: Name of its case.
         seed: Its seed.
         truth: The right diagnosis, `CLEAN` for none.
@@ -72,11 +78,11 @@ def judge(
         steps: Length of the run.
         judged_from: First step that the alarms judge.
     """
-    alarms = [x for x in run.events if x["kind"] == "alarm"]
+    alarms = [x for x in events if x["kind"] == "alarm"]
     late = [x["step"] - onset for x in alarms if x["step"] >= onset]
     loss = [x["step"] - onset for x in alarms if x["step"] >= onset and x["key"] in LOSSES]
     silent = str(Fault.UNKNOWN) if alarms else CLEAN
-    named = [x["fault"] for x in run.events if x["kind"] == "diagnosis"] or [silent]
+    named = [x["fault"] for x in events if x["kind"] == "diagnosis"] or [silent]
     known = [x for x in named if x != Fault.UNKNOWN]
     first, first_loss = min(late, default=None), min(loss, default=None)
     end = steps - onset if first_loss is None else first_loss
@@ -93,7 +99,7 @@ def judge(
         max(steps - judged_from, 0) if truth == CLEAN else 0,
         tuple(
             f"{x['step']} {x['action']}"
-            for x in run.events
+            for x in events
             if x["kind"] == "action" and x["step"] < onset
         ),
         steps,

@@ -2,19 +2,20 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from experiments.acting import AlarmConfig
-from experiments.campaign import CASES, Config, main
+from experiments.campaign import CASES, Config, main, verdict
 from experiments.campaign_tables import headline, tables
 from experiments.faults import Disturbance, Scales, disturbed, scales
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.verdicts import CLEAN, Verdict, judge
 from models.config import GPTConfig
 from stabmon.alarms.signatures import Fault
-from stabmon.output.runlog import Run, read_jsonl
+from stabmon.output.jsonl import plain, read_jsonl
 
 DENSE = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
 TOY = Config(
@@ -50,6 +51,61 @@ def test_each_run_is_judged_and_the_faults_are_named(toy):
     assert [(row["seed"], row["right"]) for row in written] == [(5, True)] * 3
     assert tables(written) == tables(rows)
     assert (config.runs / "campaign.html").stat().st_size > 1e6
+
+
+def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
+    config, _ = toy
+    (row,) = read_jsonl(config.runs / "learning-rate-×10-5" / "faults.jsonl")
+    assert row == {"kind": "learning rate", "amount": 10, "onset": 40, "end": None}
+    key = "symptoms/global/update_norm/value"
+    clean, faulty = (
+        [x["values"][key] for x in read_jsonl(config.runs / name / "metrics.jsonl")]
+        for name in ("clean-5", "learning-rate-×10-5")
+    )
+    assert clean[:40] == faulty[:40]
+    assert faulty[40] == pytest.approx(10 * clean[40], rel=1e-4)
+
+
+def test_a_run_that_is_there_is_not_run_again_nor_a_row_measured_again(toy, monkeypatch):
+    config, rows = toy
+    monkeypatch.setattr("experiments.campaign.train", lambda _: pytest.fail("was run again"))
+    moved = dataclasses.replace(config, runs=config.runs / "nowhere")
+    assert tables(main(moved)) == tables(rows)
+    config.results.rename(config.runs / "aside.jsonl")
+    assert main(config) == rows
+
+
+def test_a_replay_says_what_was_said_while_the_run_went_on(toy, monkeypatch):
+    config, rows = toy
+    replayed = []
+    monkeypatch.setattr("experiments.campaign.judge", lambda events, *_: replayed.append(events))
+    for row in rows:
+        with pytest.raises(AttributeError):
+            verdict(config, row["case"], 5, 60)
+    for name, events in zip(("clean-5", "learning-rate-×10-5"), replayed, strict=False):
+        live = [
+            {k: v for k, v in x.items() if k != "time"}
+            for x in read_jsonl(config.runs / name / "events.jsonl")
+            if x["kind"] in ("alarm", "diagnosis", "action")
+        ]
+        assert plain(events) == plain(live)
+        assert bool(live) == (name != "clean-5")
+
+
+def test_recorded_runs_are_judged_anew_where_that_is_asked_for(toy, monkeypatch):
+    config, rows = toy
+    monkeypatch.setattr("experiments.campaign.train", lambda _: pytest.fail("was run again"))
+    assert main(dataclasses.replace(config, again=True)) == rows
+
+
+def test_an_interruption_ends_the_campaign(toy, tmp_path, monkeypatch):
+    config, _ = toy
+    config = dataclasses.replace(config, runs=tmp_path, results=tmp_path / "campaign.jsonl")
+    half = SimpleNamespace(step=30, code=0)
+    monkeypatch.setattr("experiments.campaign.train", lambda _: half)
+    with pytest.raises(KeyboardInterrupt, match="clean-5 was interrupted at step 30"):
+        main(config)
+    assert not config.results.exists()
 
 
 def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
@@ -110,17 +166,18 @@ def test_a_dirty_batch_is_the_same_noise_each_time():
     np.testing.assert_array_equal(disturbed(dirty, BATCHES, 4, 0, 256), BATCHES[4])
 
 
-def test_alarms_before_the_onset_are_false_and_those_without_a_name_unknown(tmp_path):
+def test_alarms_before_the_onset_are_false_and_those_without_a_name_unknown():
     alarms = [{"kind": "alarm", "step": step, "key": "k", "rule": "z"} for step in (30, 70)]
-    verdict = judge(Run("r", tmp_path, {}, {}, tuple(alarms), ()), "c", 0, "x", 50, 100, 20)
-    assert (verdict.false_alarms, verdict.named) == (("30 z k",), Fault.UNKNOWN)
-    assert (verdict.first_alarm, verdict.lead, verdict.clean_steps) == (20, 30, 0)
+    found = judge(alarms, "c", 0, "x", 50, 100, 20)
+    assert (found.false_alarms, found.named) == (("30 z k",), Fault.UNKNOWN)
+    assert (found.first_alarm, found.lead, found.clean_steps) == (20, 30, 0)
 
 
 def made_up(case, seed, truth, named, false=(), actions=()):
     clean = 0 if truth != CLEAN else 20_000
-    verdict = Verdict(case, seed, truth, named, named, 20, None, 680, false, clean, actions, 1200)
-    return verdict.row()
+    return Verdict(
+        case, seed, truth, named, named, 20, None, 680, false, clean, actions, 1200
+    ).row()
 
 
 def test_tables_and_headline_come_from_the_rows_alone():
