@@ -136,8 +136,7 @@ SIGNATURES = (
         (("gradient level up",),),
         0.55,
         {"router entropy up": 0.1},
-        {"router entropy down": 0.2, "rank": 0.2, "all heads": 0.2, "update size up": 0.2}
-        | {"held-out loss up": 0.2},
+        {"router entropy down": 0.2, "rank": 0.2, "all heads": 0.2, "update size up": 0.2},
         leads=(("gradient level up",), SPECTRA),
     ),
     Signature(
@@ -172,13 +171,12 @@ SIGNATURES = (
         {"gradient norm up": 0.1},
     ),
     Signature(
-        # The loss of other text rises while that of the training data falls: so does the gradient's
-        # noise, since a few batches are all there is.
+        # The loss of other text rises while that of the training data falls.
         Fault.REPEATED_DATA,
         (("held-out loss up",), ("loss falling", "loss down")),
         0.7,
         {"attention entropy down": 0.1, "loss down": 0.1},
-        {"gradient level up": 0.1, "gradient norm up": 0.2, "update size up": 0.3, "loss up": 0.3},
+        {"gradient level up": 0.3, "gradient norm up": 0.2, "update size up": 0.3, "loss up": 0.3},
     ),
     Signature(
         Fault.REPEATED_DATA,

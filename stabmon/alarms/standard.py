@@ -92,7 +92,7 @@ def standard_board(
             "spike", _SYMPTOM.format("loss"), warmup, threshold=10.0, patience=once
         ),
         "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
-        "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),
+        "plunge": Shift("plunge", _SYMPTOM.format("loss"), warmup, "down", 5.0, patience=once),
         "held out": RobustZ(
             "z", "evaluation/global/loss/value", window(0.02, -1), "up", patience=twice
         ),
