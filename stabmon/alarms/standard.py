@@ -68,11 +68,18 @@ def standard_board(
         "radial": Threshold("limit", _RADIAL, 0.05, twice, first),
         "spectra": RobustZ("z", _SPECTRA, window(0.03, 1), "down", 5.0, twice),
         "spectra drift": Cusum("drift", _SPECTRA, window(0.03, 1), "down", 20.0, patience=once),
-        # A router's entropy falls by a sixth in a healthy run: no drift detector for it.
+        # A router's entropy falls by a third in a healthy run: no drift detector for it, but one of
+        # a change of pace.
         "router": RobustZ("z", entropy, window(0.04, 1), "down", patience=twice),
+        "router course": Shift(
+            "shift", "router/global/entropy/mean", warmup, "down", 3.2, 40, 20, patience=once
+        ),
         "load": RobustZ("z", load, window(0.1), "up", patience=twice),
         "experts": RobustZ(
             "z", "router/global/effective_experts/mean", window(0.02), "down", patience=twice
+        ),
+        "experts course": Shift(
+            "shift", "router/global/effective_experts/mean", warmup, "down", patience=once
         ),
         "margin": RobustZ("z", "router/global/margin/mean", window(0.05), "up", patience=twice),
         "heads": AllHeads(window(0.02), patience=Patience(2, 0.75, cooldown)),
