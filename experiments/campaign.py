@@ -35,11 +35,11 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from experiments.acting import AlarmConfig
+from experiments.campaign_tables import figure, headline, tables
 from experiments.faults import AttentionFault, Disturbance, Kind
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
-from experiments.campaign_tables import figure, headline, tables
 from experiments.verdicts import CLEAN, judge
 from models.config import GPTConfig
 from stabmon.alarms.ladder import Policy

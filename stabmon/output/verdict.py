@@ -10,7 +10,6 @@ from typing import Any
 from stabmon.output.panels import default_panels, split_key
 from stabmon.output.runlog import Run
 
-
 _OTHERS = {
     "symptoms/update_norm": "Norm of the update",
     "symptoms/update_ratio": "Update over weight norm",

@@ -108,37 +108,6 @@ def test_an_interruption_ends_the_campaign(toy, tmp_path, monkeypatch):
     assert not config.results.exists()
 
 
-def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
-    config, _ = toy
-    (row,) = read_jsonl(config.runs / "learning-rate-×10-5" / "faults.jsonl")
-    assert row == {"kind": "learning rate", "amount": 10, "onset": 40, "end": None}
-    key = "symptoms/global/update_norm/value"
-    clean, faulty = (
-        [x["values"][key] for x in read_jsonl(config.runs / name / "metrics.jsonl")]
-        for name in ("clean-5", "learning-rate-×10-5")
-    )
-    assert clean[:40] == faulty[:40]
-    assert faulty[40] == pytest.approx(10 * clean[40], rel=1e-4)
-
-
-def test_a_run_that_is_there_is_not_run_again_nor_a_row_measured_again(toy, monkeypatch):
-    config, rows = toy
-    monkeypatch.setattr("experiments.campaign.train", lambda _: pytest.fail("was run again"))
-    moved = dataclasses.replace(config, runs=config.runs / "nowhere")
-    assert tables(main(moved)) == tables(rows)
-    config.results.rename(config.runs / "aside.jsonl")
-    assert main(config) == rows
-
-
-def test_recorded_runs_are_judged_again_to_the_same_verdicts(toy, monkeypatch):
-    config, rows = toy
-    before = config.results.read_text()
-    assert main(dataclasses.replace(config, command="judge")) == rows
-    assert config.results.read_text() == before
-    nowhere = dataclasses.replace(config, command="judge", runs=config.runs / "nowhere")
-    assert main(nowhere) == []
-
-
 def test_the_factors_hold_from_the_onset_to_the_end():
     wrong = (Disturbance("learning rate", 10, 5), Disturbance("gradient", math.nan, 7, 8))
     assert scales(wrong, 4) == Scales(1, 1, 1)
