@@ -86,7 +86,9 @@ def named(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
     for event in events:
         if event.get("kind") == "rewind":
             found = None
-        elif event.get("kind") == "diagnosis" and (found is None or event["fault"] != "unknown"):
+        elif event.get("kind") == "diagnosis" and (
+            found is None or event.get("fault") != "unknown"
+        ):
             found = event
     return found
 
