@@ -169,7 +169,8 @@ def transition(
     actions: list[Action] = []
     if now.phase in (Phase.STOPPED, Phase.ROLLING_BACK):
         return now, ()
-    if seen.grade == 0 and not now.kept:
+    # The rank is low in a warm-up too: only where the grade table finds fault with it.
+    if seen.grade == 0 and seen.health is not Health.HEALTHY and not now.kept:
         first, last = max(seen.step - policy.batches, 0), seen.step + policy.batches
         reason = "the grade is S0: keep what the model was fed"
         actions.append(

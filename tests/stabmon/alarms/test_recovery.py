@@ -182,11 +182,15 @@ def test_log_only_advises_and_neither_waits_nor_stops():
 
 
 def test_at_s0_the_batches_are_kept_once():
-    run = Run().go(1000).sick(1100, grade=0)
-    assert run.done == [(1010, Kind.KEEP_BATCHES)]
+    run = Run().go(1000).sick(1100, grade=0, health=Health.CAUTION)
+    assert [kind for _, kind in run.done] == [Kind.KEEP_BATCHES, Kind.SCALE_LEARNING_RATE]
     recovery = Recovery(Policy())
-    (action,) = recovery.update(150, grade=0, healthy=False)
+    action, *_ = recovery.update(150, grade=0, healthy=False, health=Health.DANGER)
     assert action.fields == {"first": 0, "last": 350}
+
+
+def test_an_s0_that_the_grade_table_does_not_mind_is_none():
+    assert Run().go(1000, grade=0).done == []  # a warm-up passes through it
 
 
 def test_msign_comes_first_for_attention_numerics_if_wanted():
