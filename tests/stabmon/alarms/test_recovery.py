@@ -86,6 +86,8 @@ def test_a_single_quantity_is_not_acted_on_until_another_speaks():
     assert run.done == [(1020, Kind.SCALE_LEARNING_RATE)]
     alone = Run(joint=1).go(1000).go(1010, ALARM, diagnosis=named(Fault.BALANCE, 1))
     assert alone.done == [(1010, Kind.SCALE_LEARNING_RATE)]
+    rate = Run().go(1000).go(1010, ALARM, diagnosis=named(Fault.LEARNING_RATE, 1))
+    assert rate.done == [(1010, Kind.SCALE_LEARNING_RATE)]
     with pytest.raises(ValueError, match="joint: expected at least 1 quantity, got 0"):
         Policy(joint=0)
 
