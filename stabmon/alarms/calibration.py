@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stabmon.alarms.detectors import Detector
+from stabmon.alarms.replay import samples
 from stabmon.output.runlog import Run
 
 
@@ -88,17 +89,13 @@ def calibrate(
         left_out,
         alarms,
         steps,
-        _upper_bound(sum(alarms)) * per,
+        poisson_bound(sum(alarms)) * per,
     )
 
 
 def count_alarms(run: Run, detector: Detector) -> int:
     """Alarms that a recorded run raises in a fresh detector, fed sample by sample."""
-    samples: dict[int, dict[str, float]] = {}
-    for key, (steps, values) in run.metrics.items():
-        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-            samples.setdefault(step, {})[key] = value
-    return sum(len(detector.update(step, samples[step])) for step in sorted(samples))
+    return sum(len(detector.update(step, values)) for step, values in samples(run))
 
 
 def _steps(run: Run) -> int:
@@ -109,8 +106,12 @@ def _steps(run: Run) -> int:
     return span
 
 
-def _upper_bound(count: int) -> float:
-    """95 % upper bound of a Poisson mean of which `count` events were seen, by bisection."""
+def poisson_bound(count: int) -> float:
+    """95 % upper bound of a Poisson mean of which `count` events were seen, by bisection.
+
+    >>> [round(poisson_bound(n), 2) for n in (0, 1, 3)]
+    [3.0, 4.74, 7.75]
+    """
     low, high = 0.0, 4.0 * count + 20.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -24,6 +24,7 @@ from stabmon.alarms.grades import Health
 from stabmon.alarms.ladder import EXIT_UNRECOVERED, Kind
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import Threshold
+from stabmon.alarms.replay import replay_events
 from stabmon.output.runlog import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -44,7 +45,7 @@ def tiny(folder, **changes):
         checkpoint_every=10,
         quiet=True,
         act=True,
-        alarms=AlarmConfig(watch=10, verify=15, dwell=5),
+        alarms=AlarmConfig(watch=10, verify=15, dwell=5, joint=1),
     )
     return dataclasses.replace(settings, **changes)
 
@@ -184,7 +185,9 @@ def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board
 
 def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board):
     advised = tiny(
-        tmp_path / "a", act=False, alarms=AlarmConfig(on=True, watch=10, verify=15, dwell=5)
+        tmp_path / "a",
+        act=False,
+        alarms=AlarmConfig(on=True, watch=10, verify=15, dwell=5, joint=1),
     )
     plain = tiny(tmp_path / "b", act=False, alarms=AlarmConfig())
     losses = [train(config).loss for config in (advised, plain)]
@@ -195,9 +198,23 @@ def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board
     assert [e["kind"] for e in load_run(plain.runs / "tiny").events] == ["finished"]
 
 
+def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
+    alarms = AlarmConfig(on=True, watch=10, verify=15, dwell=5, joint=1)
+    config = tiny(tmp_path, act=False, alarms=alarms, checkpoint_every=0)
+    train(config)
+    run = load_run(config.runs / "tiny")
+    said = [{k: v for k, v in x.items() if k != "time"} for x in run.events]
+    policy = acting.Policy(watch=10, verify=15, joint=1)
+    watcher = acting.Watcher(limited()(), acting.Recovery(policy, acting.CheckpointLedger(5)))
+    assert replay_events(run, watcher) == said[:-1]
+    assert {x["kind"] for x in said} == {"alarm", "diagnosis", "action", "finished"}
+
+
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
     monkeypatch.setattr(acting, "standard_board", limited(1e-6))
-    config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, max_rollbacks=1))
+    config = tiny(
+        tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, joint=1, max_rollbacks=1)
+    )
     result = train(config)
     assert result.code == EXIT_UNRECOVERED
     assert result.step < 40
@@ -209,9 +226,9 @@ def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypat
 def test_around_an_s0_the_batches_are_written(tmp_path):
     log, saved = type("Log", (), {"event": lambda *_, **__: None})(), None
     order = [np.array([step, step + 1]) for step in range(1000)]
-    actor = Acting(tmp_path, log, saved, limited()(), acting.Recovery())
+    actor = Acting(tmp_path, log, saved, acting.Watcher(limited()(), acting.Recovery()))
     actor._windows = order
-    actor.board = type(
+    actor.watcher.board = type(
         "Board",
         (),
         {
@@ -219,7 +236,7 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
             "recent": [],
             "grade": 0,
             "healthy": False,
-            "health": Health.HEALTHY,
+            "health": Health.DANGER,
         },
     )()
     actor.observe(300, {})
@@ -229,7 +246,7 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
 
 
 def test_skipped_data_are_not_fed_again(tmp_path, board):
-    skipping = AlarmConfig(watch=10, verify=15, dwell=5, skip_data=True)
+    skipping = AlarmConfig(watch=10, verify=15, dwell=5, joint=1, skip_data=True)
     config = tiny(tmp_path, alarms=skipping)
     train(config)
     notes = Checkpoints(config.runs / "tiny" / "checkpoints").notes(40)
