@@ -39,8 +39,11 @@ class Arm:
     disturbances: tuple[tuple[Kind, float], ...] = ()
 
 
-_RATE10, _RATE40 = (("learning rate", 10.0),), (("learning rate", 40.0),)
-_BATCH, _NO_BALANCE = (("batch", 8.0),), (("auxiliary", 0.0),)
+_Harm = tuple[tuple[Kind, float], ...]
+_RATE10: _Harm = (("learning rate", 10.0),)
+_RATE40: _Harm = (("learning rate", 40.0),)
+_BATCH: _Harm = (("batch", 8.0),)
+_NO_BALANCE: _Harm = (("auxiliary", 0.0),)
 ARMS: dict[str, Arm] = {
     "clean": Arm(),
     "learning rate ×10": Arm(disturbances=_RATE10),

@@ -1,0 +1,183 @@
+"""Rows of `moe_faults.py`'s runs: what alarms and clean bands say, and how the router ends.
+
+Here: `Judging`, which `router_fault.py` and `combined_fault.py` fill their rows with. Not here:
+tables and conclusions.
+"""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+import stabmon
+from experiments.campaign import held_out
+from experiments.checkpoints import Checkpoints, TrainState
+from experiments.data import batches, load_corpus
+from experiments.moe_faults import (
+    MoEConfig,
+    first_alarms,
+    judged,
+    late_mean,
+    run_one,
+    settings_of,
+    thinned,
+)
+from experiments.placement import ALONE
+from experiments.rows import Row, append_row, measured, rows_there
+from experiments.step import make_step
+from experiments.train import HELD_OUT
+from experiments.train import Config as TrainConfig
+from experiments.verdicts import CLEAN, judge
+from models.gpt import apply
+from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.lead import replay
+from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.alarms.signatures import Fault
+from stabmon.output.runlog import Run
+from stabmon.tiers import router_metrics
+
+# Its name for people: the key, and whether the run's own level is taken off first.
+MONITORS: dict[str, tuple[str, Judged]] = {
+    "router entropy": ("router/global/entropy/mean", "own"),
+    "router margin": ("router/global/margin/mean", "own"),
+    "max violation": ("router/global/max_violation/mean", "own"),
+    "effective experts": ("router/global/effective_experts/mean", "own"),
+    "router similarity": ("router/global/similarity/mean", "own"),
+    "Δ2 spectrum": ("delta200/global/delta2/entropy/p10", "reference"),
+    "ΔW_q spectrum": ("delta200/global/query/entropy/p10", "reference"),
+    "radial alignment of W_q": ("delta200/global/q/radial_alignment/mean", "reference"),
+    "attention entropy": ("attention/global/entropy/mean", "own"),
+    "update ratio": ("symptoms/global/update_ratio/value", "reference"),
+    "gradient norm": ("symptoms/global/grad_norm/value", "reference"),
+    "training loss": ("symptoms/global/loss/value", "reference"),
+    "held-out loss": (HELD_OUT, "reference"),
+}
+TRUTHS = {
+    "learning rate ×10": Fault.LEARNING_RATE,
+    "learning rate ×40": Fault.LEARNING_RATE,
+    "batch ÷8": Fault.BALANCE,
+    "balance loss off": Fault.BALANCE,
+    "batch ÷8, balance loss off": Fault.BALANCE,
+    "attention": Fault.ATTENTION,
+}
+# Means of the last 100 steps.
+LATE = {
+    "router entropy": "router/global/entropy/mean",
+    "max violation": "router/global/max_violation/mean",
+    "dead": "router/global/dead/mean",
+    "effective experts": "router/global/effective_experts/mean",
+    "margin": "router/global/margin/mean",
+    "similarity": "router/global/similarity/mean",
+    "Δ2 p10": "delta200/global/delta2/entropy/p10",
+    "Δ2 min": "delta200/global/delta2/entropy/min",
+    "ΔW_q p10": "delta200/global/query/entropy/p10",
+    "radial alignment": "delta200/global/q/radial_alignment/mean",
+    "update ratio": "symptoms/global/update_ratio/value",
+    "loss": "symptoms/global/loss/value",
+}
+CURVES = (
+    "router/global/entropy/mean",
+    "router/global/margin/mean",
+    "router/global/max_violation/mean",
+    "router/global/similarity/mean",
+    "delta200/global/delta2/entropy/p10",
+    "delta200/global/q/radial_alignment/mean",
+    "symptoms/global/update_ratio/value",
+    "evaluation/global/loss/value",
+)
+
+
+@dataclass
+class Judging:
+    """Rows of recorded runs, judged by alarms and by bands of clean runs.
+
+    Attributes:
+        moe: What all arms share.
+        reference_seeds: Of the clean runs of the bands.
+        runs: Where runs lie.
+    """
+
+    moe: MoEConfig
+    reference_seeds: tuple[int, ...]
+    runs: Path
+    _reference: Reference | None = None
+
+    def rows(self, file: Path, plan: list[tuple[str, int]], again: bool = False) -> list[Row]:
+        """The rows of (arm, seed), in order; those that are missing, or all, are measured."""
+        found = []
+        for arm, seed in plan:
+            run = settings_of(self.moe, arm, seed, self.runs)
+            settings = asdict(run) | {"runs": "", "reference": list(self.reference_seeds)}
+            if again and rows_there(file, [settings]):
+                append_row(file, self.row(arm, seed, run) | {"settings": settings})
+            found.append(measured(file, settings, lambda a=arm, s=seed, r=run: self.row(a, s, r)))
+        return found
+
+    def row(self, arm: str, seed: int, settings: TrainConfig) -> Row:
+        """What came of one run."""
+        moe = self.moe
+        recorded = run_one(settings)
+        run = judged(recorded, moe.optimizer.warmup, moe.window)
+        clean = arm == CLEAN
+        onset = moe.steps if clean else moe.onset
+        start = moe.optimizer.warmup + moe.window
+        truth = CLEAN if clean else str(TRUTHS.get(arm, Fault.SEVERAL))
+        verdict = judge(run, arm, seed, truth, onset, moe.steps, start)
+        bands = replay(run, BandDetector(self.reference()))
+        after = {
+            name: bands[key].step - moe.onset if key in bands else None
+            for name, (key, _) in MONITORS.items()
+        }
+        first = first_alarms(run, start if clean else moe.onset)
+        return {
+            "kind": "run",
+            "arm": arm,
+            "seed": seed,
+            "onset": moe.onset,
+            "steps": moe.steps,
+            "held_out": held_out(recorded),
+            "verdict": asdict(verdict),
+            "parts": [x.get("parts", []) for x in run.events if x["kind"] == "diagnosis"][-1:],
+            "first": [list(x) for x in first[:6]],
+            "bands": after,
+            "late": {name: late_mean(run, key) for name, key in LATE.items()},
+            "text": on_text(settings),
+            "curves": thinned(run, CURVES, 50),
+        }
+
+    def reference(self) -> Reference:
+        """The bands, learned once from the clean runs of other seeds."""
+        if self._reference is None:
+            clean = [settings_of(self.moe, CLEAN, x, self.runs) for x in self.reference_seeds]
+            last = self.moe.onset - 1
+            window = (self.moe.optimizer.warmup, last)
+            recorded: list[Run] = [run_one(settings) for settings in clean]
+            self._reference = learn(recorded, dict(MONITORS.values()), window)
+        return self._reference
+
+
+def final_state(settings: TrainConfig) -> TrainState:
+    """The last checkpoint of a run."""
+    scaled = settings.disturbances is not None
+    init, _, _ = make_step(
+        settings.model, settings.optimizer, settings.monitor, settings.fault, ALONE, scaled
+    )
+    saved = Checkpoints(settings.runs / settings.name / "checkpoints")
+    state = saved.restore(init(settings.seed))
+    saved.close()
+    return state
+
+
+def on_text(settings: TrainConfig) -> dict[str, float]:
+    """The router at the end of a run, on held-out text that is always the same; means of layers."""
+    params, model = final_state(settings).params, settings.model
+    data = batches(
+        load_corpus(settings.data), seed=0, batch=32, context=model.context, split="held_out"
+    )
+    inputs = jnp.asarray(np.asarray(data[0])[:, :-1])
+    seen = apply(model, params, inputs, capture=True)[1]
+    layout = stabmon.find_layout(params)
+    few = {"router_logits": seen["router_logits"]}
+    found = router_metrics(layout, params, few, model.top_k, model.auxiliary_weight)
+    return {name: float(np.mean(np.asarray(x))) for name, x in found.items()}
