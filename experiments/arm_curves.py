@@ -11,14 +11,15 @@ from experiments.rows import Row
 COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf", "#8c564b")
 
 
-def draw_curves(rows: Sequence[Row], keys: Sequence[str], path: Path) -> Path:
-    """A panel for each key, a line for each arm of the smallest seed."""
+def draw_curves(rows: Sequence[Row], names: Iterable[str], path: Path) -> Path:
+    """A panel for each name, a line for each arm of the smallest seed."""
+    names = list(names)
     first = min(row["seed"] for row in rows)
     columns = 4
-    figure = make_subplots(-(-len(keys) // columns), columns, subplot_titles=keys)
+    figure = make_subplots(-(-len(names) // columns), columns, subplot_titles=names)
     for i, row in enumerate(row for row in rows if row["seed"] == first):
-        for j, key in enumerate(keys):
-            x, y = row["curves"][key]
+        for j, name in enumerate(names):
+            x, y = row["curves"][name]
             curve = go.Scatter(
                 x=x,
                 y=y,

@@ -10,7 +10,6 @@ while the run went on: a rule that changes is judged anew without training anew.
 """
 
 import fcntl
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,14 +157,11 @@ def late_mean(run: Run, key: str, steps: int = 100) -> float:
     return float(values[at > at[-1] - steps].mean())
 
 
-def thinned(run: Run, keys: Sequence[str], every: int) -> dict[str, list[list[float]]]:
-    """Curves for a figure: {key: [steps, values]}, a sample each `every` steps, four digits."""
-    found = {}
-    for key in keys:
-        at, values = run.metrics[key]
-        kept = at % every == 0
-        found[key] = [at[kept].tolist(), [float(f"{x:.4g}") for x in values[kept]]]
-    return found
+def curve(run: Run, key: str, every: int) -> list[list[float]]:
+    """A metric for a figure: steps, and values to four digits, a sample each `every` steps."""
+    at, values = run.metrics[key]
+    kept = at % every == 0
+    return [at[kept].tolist(), [float(f"{x:.4g}") for x in values[kept]]]
 
 
 def _finished(folder: Path) -> bool:

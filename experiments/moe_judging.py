@@ -16,12 +16,12 @@ from experiments.checkpoints import Checkpoints, TrainState
 from experiments.data import batches, load_corpus
 from experiments.moe_faults import (
     MoEConfig,
+    curve,
     first_alarms,
     judged,
     late_mean,
     run_one,
     settings_of,
-    thinned,
 )
 from experiments.placement import ALONE
 from experiments.rows import Row, append_row, measured, rows_there
@@ -37,16 +37,17 @@ from stabmon.alarms.signatures import Fault
 from stabmon.output.runlog import Run
 from stabmon.tiers import router_metrics
 
-# Its name for people: the key, and whether the run's own level is taken off first.
+# Its name for people: the key, and whether the run's own level is taken off first. The spectra's
+# lag is the longest that is measured.
 MONITORS: dict[str, tuple[str, Judged]] = {
     "router entropy": ("router/global/entropy/mean", "own"),
     "router margin": ("router/global/margin/mean", "own"),
     "max violation": ("router/global/max_violation/mean", "own"),
     "effective experts": ("router/global/effective_experts/mean", "own"),
     "router similarity": ("router/global/similarity/mean", "own"),
-    "Δ2 spectrum": ("delta200/global/delta2/entropy/p10", "reference"),
-    "ΔW_q spectrum": ("delta200/global/query/entropy/p10", "reference"),
-    "radial alignment of W_q": ("delta200/global/q/radial_alignment/mean", "reference"),
+    "Δ2 spectrum": ("delta*/global/delta2/entropy/p10", "reference"),
+    "ΔW_q spectrum": ("delta*/global/query/entropy/p10", "reference"),
+    "radial alignment of W_q": ("delta*/global/q/radial_alignment/mean", "reference"),
     "attention entropy": ("attention/global/entropy/mean", "own"),
     "update ratio": ("symptoms/global/update_ratio/value", "reference"),
     "gradient norm": ("symptoms/global/grad_norm/value", "reference"),
@@ -69,23 +70,23 @@ LATE = {
     "effective experts": "router/global/effective_experts/mean",
     "margin": "router/global/margin/mean",
     "similarity": "router/global/similarity/mean",
-    "Δ2 p10": "delta200/global/delta2/entropy/p10",
-    "Δ2 min": "delta200/global/delta2/entropy/min",
-    "ΔW_q p10": "delta200/global/query/entropy/p10",
-    "radial alignment": "delta200/global/q/radial_alignment/mean",
+    "Δ2 p10": "delta*/global/delta2/entropy/p10",
+    "Δ2 min": "delta*/global/delta2/entropy/min",
+    "ΔW_q p10": "delta*/global/query/entropy/p10",
+    "radial alignment": "delta*/global/q/radial_alignment/mean",
     "update ratio": "symptoms/global/update_ratio/value",
     "loss": "symptoms/global/loss/value",
 }
-CURVES = (
-    "router/global/entropy/mean",
-    "router/global/margin/mean",
-    "router/global/max_violation/mean",
-    "router/global/similarity/mean",
-    "delta200/global/delta2/entropy/p10",
-    "delta200/global/q/radial_alignment/mean",
-    "symptoms/global/update_ratio/value",
-    "evaluation/global/loss/value",
-)
+CURVES = {
+    "router entropy": LATE["router entropy"],
+    "router margin": LATE["margin"],
+    "max violation": LATE["max violation"],
+    "router similarity": LATE["similarity"],
+    "Δ2 p10": LATE["Δ2 p10"],
+    "radial alignment of W_q": LATE["radial alignment"],
+    "update ratio": LATE["update ratio"],
+    "held-out loss": HELD_OUT,
+}
 
 
 @dataclass
@@ -108,7 +109,8 @@ class Judging:
         found = []
         for arm, seed in plan:
             run = settings_of(self.moe, arm, seed, self.runs)
-            settings = asdict(run) | {"runs": "", "reference": list(self.reference_seeds)}
+            judging = {"reference": list(self.reference_seeds), "window": self.moe.window}
+            settings = asdict(run) | judging | {"runs": ""}
             if again and rows_there(file, [settings]):
                 append_row(file, self.row(arm, seed, run) | {"settings": settings})
             found.append(measured(file, settings, lambda a=arm, s=seed, r=run: self.row(a, s, r)))
@@ -125,10 +127,10 @@ class Judging:
         truth = CLEAN if clean else str(TRUTHS.get(arm, Fault.SEVERAL))
         verdict = judge(run, arm, seed, truth, onset, moe.steps, start)
         bands = replay(run, BandDetector(self.reference()))
-        after = {
-            name: bands[key].step - moe.onset if key in bands else None
-            for name, (key, _) in MONITORS.items()
-        }
+        after = {}
+        for name, (key, _) in MONITORS.items():
+            alarm = bands.get(self.key(key))
+            after[name] = None if alarm is None else alarm.step - moe.onset
         first = first_alarms(run, start if clean else moe.onset)
         return {
             "kind": "run",
@@ -141,10 +143,16 @@ class Judging:
             "parts": [x.get("parts", []) for x in run.events if x["kind"] == "diagnosis"][-1:],
             "first": [list(x) for x in first[:6]],
             "bands": after,
-            "late": {name: late_mean(run, key) for name, key in LATE.items()},
+            "late": {name: late_mean(run, self.key(key)) for name, key in LATE.items()},
             "text": on_text(settings),
-            "curves": thinned(run, CURVES, 50),
+            "curves": {name: curve(run, self.key(key), 50) for name, key in CURVES.items()},
         }
+
+    def key(self, pattern: str) -> str:
+        """A key with the longest lag that is measured in place of the star."""
+        optimizer = self.moe.optimizer
+        lags = self.moe.monitor.lags or (optimizer.every * optimizer.keep,)
+        return pattern.replace("*", str(max(lags)))
 
     def reference(self) -> Reference:
         """The bands, learned once from the clean runs of other seeds."""
@@ -153,7 +161,9 @@ class Judging:
             last = self.moe.onset - 1
             window = (self.moe.optimizer.warmup, last)
             recorded: list[Run] = [run_one(settings) for settings in clean]
-            self._reference = learn(recorded, dict(MONITORS.values()), window)
+            self._reference = learn(
+                recorded, {self.key(key): how for key, how in MONITORS.values()}, window
+            )
         return self._reference
 
 
