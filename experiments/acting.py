@@ -25,7 +25,6 @@ from grain import MapDataset
 import optax_ext
 from experiments.checkpoints import Checkpoints, TrainState
 from experiments.cluster import agree, leads
-from stabmon.alarms.board import AlarmBoard
 from stabmon.alarms.detectors import Alarm
 from stabmon.alarms.ladder import Action, Kind, Phase, Policy
 from stabmon.alarms.ledger import CheckpointLedger
@@ -33,6 +32,7 @@ from stabmon.alarms.recovery import Recovery
 from stabmon.alarms.reference import Reference
 from stabmon.alarms.signatures import Fault
 from stabmon.alarms.standard import standard_board
+from stabmon.alarms.watcher import Watcher
 from stabmon.output.jsonl import floats, plain
 from stabmon.output.runlog import RunLog, read_jsonl
 
@@ -73,18 +73,15 @@ class Acting:
         folder: The run's folder.
         log: Where events go.
         saved: The run's checkpoints.
-        board: The detectors.
-        recovery: The ladder.
+        watcher: Detectors and ladder.
         data_shift: Steps by which the data run ahead of the counter, where some were passed over.
     """
 
     folder: Path
     log: RunLog
     saved: Checkpoints
-    board: AlarmBoard
-    recovery: Recovery
+    watcher: Watcher
     data_shift: int = 0
-    _named: Fault = Fault.UNKNOWN
     _scale: tuple[int, float] | None = None
     _restore_at: int | None = None
     _windows: MapDataset | None = field(default=None, repr=False)
@@ -112,7 +109,12 @@ class Acting:
         )
         recovery = Recovery(policy, CheckpointLedger(config.dwell, config.min_grade))
         board = standard_board(warmup, config.window, reference)
-        return cls(folder, log, saved, board, recovery, _windows=windows)
+        return cls(folder, log, saved, Watcher(board, recovery), _windows=windows)
+
+    @property
+    def recovery(self) -> Recovery:
+        """The ladder."""
+        return self.watcher.recovery
 
     @property
     def wants_rollback(self) -> bool:
@@ -125,30 +127,17 @@ class Acting:
         A learning-rate factor takes effect two steps later, when the sample has reached the host
         in every case, interrupted or not.
         """
-        alarms = self.board.update(step, values)
-        for alarm in alarms:
-            self.log.event("alarm", step, **alarm.event())
-        diagnosis = self.board.diagnose() if self.board.recent else None
-        if diagnosis is not None and diagnosis.fault is not self._named:
-            self._named = diagnosis.fault
-            self.log.event("diagnosis", step, **diagnosis.event())
-        actions = self.recovery.update(
-            step,
-            alarms,
-            self.board.grade,
-            healthy=self.board.healthy,
-            health=self.board.health,
-            diagnosis=diagnosis,
-        )
-        for action in actions:
-            self.log.event("action", step, **action.event())
+        seen = self.watcher.observe(step, values)
+        for row in seen.events():
+            self.log.event(**row)
+        for action in seen.actions:
             if action.kind is Kind.KEEP_BATCHES:
                 self._keep_batches(action)
             elif action.kind is Kind.SCALE_LEARNING_RATE and not action.dry:
                 self._scale = (step + 2, action.fields["scale"])
             elif action.kind is Kind.MSIGN and not action.dry:
                 self._restore_at = step + 2
-        return alarms
+        return list(seen.alarms)
 
     def before(self, step: int, state: TrainState) -> TrainState:
         """The state that `step` starts from: what was asked for two steps ago is done to it."""
@@ -166,7 +155,7 @@ class Acting:
         if step in self.saved.steps():
             return
         finite = all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state.params))
-        self.recovery.ledger.saved(step, self.board.grade, loss, finite)
+        self.recovery.ledger.saved(step, self.watcher.board.grade, loss, finite)
         self.saved.save(state, self._state())
         for old in self.recovery.ledger.deletable():
             self.saved.delete(old)
@@ -206,7 +195,7 @@ class Acting:
         self.recovery.restore(journal["recovery"])
         self.recovery.rolled_back()
         self._forget_deleted()
-        self._scale, self._restore_at, self._named = None, None, Fault.UNKNOWN
+        self._scale, self._restore_at, self.watcher.named = None, None, Fault.UNKNOWN
         self.data_shift = journal["data_shift"]
         opt_state = optax_ext.reset_moments(state.opt_state, begun.opt_state)
         opt_state = set_scale(opt_state, self.recovery.standing.scale)
@@ -224,9 +213,9 @@ class Acting:
     def _state(self) -> dict[str, Any]:
         return plain(
             {
-                "board": self.board.state(),
+                "board": self.watcher.board.state(),
                 "recovery": self.recovery.state(),
-                "named": self._named.value,
+                "named": self.watcher.named.value,
                 "scale": self._scale,
                 "restore_at": self._restore_at,
                 "data_shift": self.data_shift,
@@ -240,10 +229,10 @@ class Acting:
                 "begun, or begin a new run with them"
             )
         notes = floats(dict(notes))
-        self.board.restore(notes["board"])
+        self.watcher.board.restore(notes["board"])
         self.recovery.restore(notes["recovery"])
         self._forget_deleted()
-        self._named = Fault(notes["named"])
+        self.watcher.named = Fault(notes["named"])
         self._scale = None if notes["scale"] is None else tuple(notes["scale"])
         self._restore_at = notes.get("restore_at")
         self.data_shift = notes["data_shift"]

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from stabmon.alarms.detectors import Detector
+from stabmon.alarms.replay import samples
 from stabmon.output.runlog import Run
 
 
@@ -94,11 +95,7 @@ def calibrate(
 
 def count_alarms(run: Run, detector: Detector) -> int:
     """Alarms that a recorded run raises in a fresh detector, fed sample by sample."""
-    samples: dict[int, dict[str, float]] = {}
-    for key, (steps, values) in run.metrics.items():
-        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
-            samples.setdefault(step, {})[key] = value
-    return sum(len(detector.update(step, samples[step])) for step in sorted(samples))
+    return sum(len(detector.update(step, values)) for step, values in samples(run))
 
 
 def _steps(run: Run) -> int:

@@ -24,6 +24,7 @@ from stabmon.alarms.grades import Health
 from stabmon.alarms.ladder import EXIT_UNRECOVERED, Kind
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import Threshold
+from stabmon.alarms.replay import replay_events
 from stabmon.output.runlog import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -195,6 +196,18 @@ def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board
     assert [e["kind"] for e in load_run(plain.runs / "tiny").events] == ["finished"]
 
 
+def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
+    alarms = AlarmConfig(on=True, watch=10, verify=15, dwell=5)
+    config = tiny(tmp_path, act=False, alarms=alarms, checkpoint_every=0)
+    train(config)
+    run = load_run(config.runs / "tiny")
+    said = [{k: v for k, v in x.items() if k != "time"} for x in run.events]
+    policy = acting.Policy(watch=10, verify=15)
+    watcher = acting.Watcher(limited()(), acting.Recovery(policy, acting.CheckpointLedger(5)))
+    assert replay_events(run, watcher) == said[:-1]
+    assert {x["kind"] for x in said} == {"alarm", "diagnosis", "action", "finished"}
+
+
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
     monkeypatch.setattr(acting, "standard_board", limited(1e-6))
     config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, max_rollbacks=1))
@@ -209,9 +222,9 @@ def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypat
 def test_around_an_s0_the_batches_are_written(tmp_path):
     log, saved = type("Log", (), {"event": lambda *_, **__: None})(), None
     order = [np.array([step, step + 1]) for step in range(1000)]
-    actor = Acting(tmp_path, log, saved, limited()(), acting.Recovery())
+    actor = Acting(tmp_path, log, saved, acting.Watcher(limited()(), acting.Recovery()))
     actor._windows = order
-    actor.board = type(
+    actor.watcher.board = type(
         "Board",
         (),
         {

@@ -1,0 +1,42 @@
+"""Recorded runs as streams: which alarms these rules would have raised on a run that is over.
+
+So rules can be tried without training. What the rules are is `standard.py`'s.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from stabmon.alarms.ladder import Policy
+from stabmon.alarms.ledger import CheckpointLedger
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.standard import standard_board
+from stabmon.alarms.watcher import Watcher
+from stabmon.output.runlog import Run
+
+
+def samples(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
+    """The samples of a run, (step, values), in the order of steps."""
+    found: dict[int, dict[str, float]] = {}
+    for key, (steps, values) in run.metrics.items():
+        for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+            found.setdefault(step, {})[key] = value
+    yield from sorted(found.items())
+
+
+def replay_events(run: Run, watcher: Watcher | None = None) -> list[dict[str, Any]]:
+    """What a watcher says about a recorded run: rows as of `events.jsonl`, in order.
+
+    Equal to what it would have written while the run went on, as long as it only advises.
+
+    Args:
+        run: The run.
+        watcher: A fresh one; by default the standard alarms after a warm-up of 100 steps, judged by
+            the 200 steps that follow it.
+
+    Raises:
+        ValueError: The watcher would act: what is over cannot be acted on.
+    """
+    watcher = watcher or Watcher(standard_board(), Recovery(Policy(), CheckpointLedger()))
+    if watcher.recovery.policy.act:
+        raise ValueError("a recorded run cannot be acted on: take a Policy with act=False")
+    return [row for step, values in samples(run) for row in watcher.observe(step, values).events()]
