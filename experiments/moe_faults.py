@@ -12,7 +12,6 @@ while the run went on: a rule that changes is judged anew without training anew.
 import fcntl
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from experiments.campaign import ALARMS, EXPERTS, MONITOR, OPTIMIZER
 from experiments.faults import AttentionFault, Disturbance, Kind
@@ -20,9 +19,13 @@ from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
-from stabmon.alarms.signatures import Fault
+from stabmon.alarms.ladder import Policy
+from stabmon.alarms.ledger import CheckpointLedger
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.replay import replay_events
 from stabmon.alarms.standard import standard_board
-from stabmon.output.runlog import Run, load_run, read_jsonl
+from stabmon.alarms.watcher import Watcher
+from stabmon.output.runlog import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -116,29 +119,17 @@ def run_one(settings: TrainConfig) -> Run:
     settings.runs.mkdir(parents=True, exist_ok=True)
     with (settings.runs / f"{settings.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not _finished(folder):
+        if not _finished(folder, settings.steps):
             train(settings)
-    if not _finished(folder):
+    if not _finished(folder, settings.steps):
         raise SystemExit(f"{settings.name}: interrupted, goes on from there")
     return load_run(folder)
 
 
 def judged(run: Run, warmup: int, window: int) -> Run:
-    """The run with the events that the default alarms raise over its samples, and no others.
-
-    In the order of `--alarms.on`: alarms, a diagnosis that is new.
-    """
-    board, named = standard_board(warmup, window), Fault.UNKNOWN
-    events: list[dict[str, Any]] = []
-    for row in read_jsonl(run.folder / "metrics.jsonl"):
-        step = int(row["step"])
-        for alarm in board.update(step, row["values"]):
-            events.append({"kind": "alarm", "step": step, **alarm.event()})
-        diagnosis = board.diagnose() if board.recent else None
-        if diagnosis is not None and diagnosis.fault is not named:
-            named = diagnosis.fault
-            events.append({"kind": "diagnosis", "step": step, **diagnosis.event()})
-    return replace(run, events=tuple(events))
+    """The run with the events that the default alarms raise over its samples, and no others."""
+    watcher = Watcher(standard_board(warmup, window), Recovery(Policy(), CheckpointLedger()))
+    return replace(run, events=tuple(replay_events(run, watcher)))
 
 
 def first_alarms(run: Run, onset: int) -> list[tuple[int, str, str]]:
@@ -151,10 +142,10 @@ def first_alarms(run: Run, onset: int) -> list[tuple[int, str, str]]:
     return sorted(first.values())
 
 
-def late_mean(run: Run, key: str, steps: int = 100) -> float:
-    """Mean of a metric's samples in the last `steps` of a run, NaN for one that is not finite."""
+def mean_from(run: Run, key: str, first: int) -> float:
+    """Mean of a metric's samples from a step on, NaN if one of them is not finite."""
     at, values = run.metrics[key]
-    return float(values[at > at[-1] - steps].mean())
+    return float(values[at >= first].mean())
 
 
 def curve(run: Run, key: str, every: int) -> list[list[float]]:
@@ -164,7 +155,8 @@ def curve(run: Run, key: str, every: int) -> list[list[float]]:
     return [at[kept].tolist(), [float(f"{x:.4g}") for x in values[kept]]]
 
 
-def _finished(folder: Path) -> bool:
+def _finished(folder: Path, steps: int) -> bool:
     if not (folder / "config.json").exists():
         return False
-    return any(x["kind"] == "finished" for x in load_run(folder).events)
+    ends = [x["step"] for x in load_run(folder).events if x["kind"] == "finished"]
+    return steps in ends

@@ -19,7 +19,7 @@ from experiments.moe_faults import (
     curve,
     first_alarms,
     judged,
-    late_mean,
+    mean_from,
     run_one,
     settings_of,
 )
@@ -62,13 +62,18 @@ TRUTHS = {
     "batch ÷8, balance loss off": Fault.BALANCE,
     "attention": Fault.ATTENTION,
 }
-# Means of the last 100 steps.
+# Means of all samples after the onset.
+AFTER = {
+    "router entropy": "router/global/entropy/mean",
+    "margin": "router/global/margin/mean",
+    "max violation": "router/global/max_violation/mean",
+    "effective experts": "router/global/effective_experts/mean",
+    "dead": "router/global/dead/mean",
+}
+# Means of the last steps.
+LATE_STEPS = 100
 LATE = {
     "router entropy": "router/global/entropy/mean",
-    "max violation": "router/global/max_violation/mean",
-    "dead": "router/global/dead/mean",
-    "effective experts": "router/global/effective_experts/mean",
-    "margin": "router/global/margin/mean",
     "similarity": "router/global/similarity/mean",
     "Δ2 p10": "delta*/global/delta2/entropy/p10",
     "Δ2 min": "delta*/global/delta2/entropy/min",
@@ -78,9 +83,9 @@ LATE = {
     "loss": "symptoms/global/loss/value",
 }
 CURVES = {
-    "router entropy": LATE["router entropy"],
-    "router margin": LATE["margin"],
-    "max violation": LATE["max violation"],
+    "router entropy": AFTER["router entropy"],
+    "router margin": AFTER["margin"],
+    "max violation": AFTER["max violation"],
     "router similarity": LATE["similarity"],
     "Δ2 p10": LATE["Δ2 p10"],
     "radial alignment of W_q": LATE["radial alignment"],
@@ -110,7 +115,7 @@ class Judging:
         for arm, seed in plan:
             run = settings_of(self.moe, arm, seed, self.runs)
             judging = {"reference": list(self.reference_seeds), "window": self.moe.window}
-            settings = asdict(run) | judging | {"runs": ""}
+            settings = {k: v for k, v in asdict(run).items() if k != "runs"} | judging
             if again and rows_there(file, [settings]):
                 append_row(file, self.row(arm, seed, run) | {"settings": settings})
             found.append(measured(file, settings, lambda a=arm, s=seed, r=run: self.row(a, s, r)))
@@ -143,7 +148,11 @@ class Judging:
             "parts": [x.get("parts", []) for x in run.events if x["kind"] == "diagnosis"][-1:],
             "first": [list(x) for x in first[:6]],
             "bands": after,
-            "late": {name: late_mean(run, self.key(key)) for name, key in LATE.items()},
+            "after": {name: mean_from(run, key, moe.onset + 1) for name, key in AFTER.items()},
+            "late": {
+                name: mean_from(run, self.key(key), moe.steps - LATE_STEPS)
+                for name, key in LATE.items()
+            },
             "text": on_text(settings),
             "curves": {name: curve(run, self.key(key), 50) for name, key in CURVES.items()},
         }

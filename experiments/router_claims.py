@@ -34,8 +34,8 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
         pairs = [(r, bases[r["seed"]]) for r in runs if r["arm"] == arm and r["seed"] in bases]
         return [of(row) - of(other) for row, other in pairs]
 
-    entropy = lambda row: row["text"]["entropy"]
-    margin = lambda row: row["text"]["margin"]
+    entropy = lambda row: row["after"]["router entropy"]
+    margin = lambda row: row["after"]["margin"]
     spread = lambda row: row["text"]["max_violation"]
     delta = lambda row: row["late"]["Δ2 p10"]
     found: list[tuple[str, str, str]] = []

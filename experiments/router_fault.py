@@ -102,7 +102,7 @@ def growth_settings(config: Config, branch: Branch, seed: int) -> dict[str, Any]
     """What a row of the branches is measured with."""
     run = settings_of(config.moe, CLEAN, seed, config.runs)
     return {
-        "run": asdict(run) | {"runs": ""},
+        "run": {k: v for k, v in asdict(run).items() if k != "runs"},
         "branch": asdict(branch),
         "steps": config.branch_steps,
         "replicas": config.replicas,

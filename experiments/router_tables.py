@@ -7,7 +7,7 @@ from statistics import mean
 
 from experiments.arm_curves import arms_of, draw_curves
 from experiments.markdown import head, line, numbers, steps
-from experiments.moe_judging import CURVES
+from experiments.moe_judging import AFTER, CURVES
 from experiments.router_claims import claims, exponents
 from experiments.rows import Row
 
@@ -26,7 +26,9 @@ def tables(rows: list[Row]) -> str:
     """All tables: the end state, first alarms, bands, growth and noise, claims."""
     runs = [row for row in rows if row["kind"] == "run"]
     growth = [row for row in rows if row["kind"] == "growth"]
-    parts = ["*End of the run, by seed.*", end_markdown(runs)]
+    parts = ["*From the onset to the end, means by seed.*", after_markdown(runs)]
+    parts += ["*End of the run: the router on held-out text, the rest late means.*"]
+    parts += [end_markdown(runs)]
     parts += ["*What the default alarms said.*", alarms_markdown(runs)]
     parts += ["*First step outside the bands of clean runs, after the onset.*"]
     parts += [bands_markdown(runs)]
@@ -45,26 +47,35 @@ def headline(rows: list[Row]) -> str:
     if counted["not at this size"] == len(verdicts):
         whole = "not at this size"
     runs = [row for row in rows if row["kind"] == "run"]
-    entropy = lambda arm: _mean(_text(runs, arm, "entropy"))
+    entropy = lambda arm: _mean(r["after"]["router entropy"] for r in runs if r["arm"] == arm)
     return (
         f"{whole}: of {len(verdicts)} claims {counted['reproduces']} reproduce, "
-        f"{counted['partly']} partly, {counted['not at this size']} not at this size; router "
-        f"entropy {entropy('clean'):.2f} clean, {entropy('learning rate ×10'):.2f} at ten times "
+        f"{counted['partly']} partly, {counted['not at this size']} not at this size; mean router "
+        f"entropy after the onset {entropy('clean'):.2f} clean, {entropy('learning rate ×10'):.2f} at ten times "
         f"and {entropy('learning rate ×40'):.2f} at forty times the learning rate, "
         f"{entropy('batch ÷8'):.2f} at an eighth of the batch"
     )
 
 
-def end_markdown(runs: list[Row]) -> str:
-    """Router, Δ2 and loss at the end: the router on held-out text, the rest late means."""
-    names = [*_TEXT, "Δ2 p10", "Δ2 min", "held-out loss"]
-    lines = head(["arm", "seeds", *names])
+def after_markdown(runs: list[Row]) -> str:
+    """Router and loss from the onset on, on the training batches."""
+    lines = head(["arm", "seeds", *AFTER, "held-out loss at the end"])
     for arm in arms_of(runs):
         of = [row for row in runs if row["arm"] == arm]
         cells = [arm, ", ".join(str(row["seed"]) for row in of)]
-        cells += [numbers([row["text"][key] for row in of]) for key in _TEXT.values()]
-        cells += [numbers([row["late"][name] for row in of]) for name in ("Δ2 p10", "Δ2 min")]
-        cells += [numbers([row["held_out"] for row in of])]
+        cells += [numbers([row["after"][name] for row in of]) for name in AFTER]
+        lines.append(line([*cells, numbers([row["held_out"] for row in of])]))
+    return "\n".join(lines)
+
+
+def end_markdown(runs: list[Row]) -> str:
+    """The router on held-out text, and the spectra of the last steps."""
+    spectra = ("Δ2 p10", "Δ2 min", "ΔW_q p10", "radial alignment")
+    lines = head(["arm", *_TEXT, *spectra])
+    for arm in arms_of(runs):
+        of = [row for row in runs if row["arm"] == arm]
+        cells = [arm, *(numbers([row["text"][key] for row in of]) for key in _TEXT.values())]
+        cells += [numbers([row["late"][name] for row in of]) for name in spectra]
         lines.append(line(cells))
     return "\n".join(lines)
 
@@ -137,10 +148,6 @@ def _exponents(axis: str, found: dict[str, list[float]]) -> str:
     return ", ".join(f"{name} in the {axis} {numbers(x)}" for name, x in found.items())
 
 
-def _text(runs: Iterable[Row], arm: str, key: str) -> list[float]:
-    return [row["text"][key] for row in runs if row["arm"] == arm]
-
-
 def _what(row: Row) -> str:
     return "–" if not row["first"] else f"{row['first'][0][1].replace('/global', '')}"
 
@@ -151,5 +158,6 @@ def _named(row: Row) -> str:
     return verdict["named"] + parts + (" ✓" if verdict["named"] == verdict["truth"] else " ✗")
 
 
-def _mean(values: list[float]) -> float:
-    return mean(values) if values else nan
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return mean(found) if found else nan

@@ -120,7 +120,7 @@ def test_the_margin_of_experts_that_were_first_grows_in_common_or_apart():
     noise = np.stack([before + x * np.array([[1.0, 0.0, 0.0]]) for x in (-3.0, 0.0, 3.0)])
     found = margins(before, noise)
     assert found["growth"] == pytest.approx(0.0)
-    assert found["noise"] == pytest.approx(3.0)
+    assert found["noise"] == pytest.approx(3.0 / 2**0.5)
     assert found["drift"] == 0.0
     assert found["kept"] == pytest.approx(5 / 6)
 
@@ -142,7 +142,8 @@ def test_a_claim_holds_partly_where_some_runs_do_not_show_it():
         "kind": "run",
         "arm": arm,
         "seed": seed,
-        "text": text | {"entropy": entropy},
+        "text": text,
+        "after": {"router entropy": entropy, "margin": 0.0},
         "late": {"Δ2 p10": 0.5},
     }
     runs = [row("clean", s, 1.0) for s in (1, 2)]
