@@ -51,8 +51,9 @@ def headline(rows: list[Row]) -> str:
     return (
         f"{whole}: of {len(verdicts)} claims {counted['reproduces']} reproduce, "
         f"{counted['partly']} partly, {counted['not at this size']} not at this size; mean router "
-        f"entropy after the onset {entropy('clean'):.2f} clean, {entropy('learning rate ×10'):.2f} at ten times "
-        f"and {entropy('learning rate ×40'):.2f} at forty times the learning rate, "
+        f"entropy after the onset {entropy('clean'):.2f} clean, "
+        f"{entropy('learning rate ×10'):.2f} at ten times and "
+        f"{entropy('learning rate ×40'):.2f} at forty times the learning rate, "
         f"{entropy('batch ÷8'):.2f} at an eighth of the batch"
     )
 

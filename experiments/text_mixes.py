@@ -41,10 +41,11 @@ def write_mixes(folder: Path, size: int = 1_000_000) -> dict[str, Path]:
 def docstrings(root: Path, size: int) -> bytes:
     """The docstrings of the modules right under `root`, a blank line between two of them."""
     parts, length = [], 0
-    documented = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
     for path in sorted(root.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):
-            text = ast.get_docstring(node) if isinstance(node, documented) else None
+            if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                continue
+            text = ast.get_docstring(node)
             if text and len(text) > 80:
                 parts.append((text + "\n\n").encode())
                 length += len(parts[-1])

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 import experiments.moe_faults as moe_faults
-from experiments import combined_fault, router_fault
+from experiments import combined_fault
 from experiments.combined_fault import right, signatures
+from experiments.data import load_corpus
 from experiments.moe_faults import ARMS, MoEConfig, first_alarms, judged, run_one, settings_of
 from experiments.router_claims import claims, exponents
 from experiments.router_fault import Config, main
-from experiments.router_growth import Branch, margins, slope
+from experiments.router_growth import Branch, margins, measure, slope
 from experiments.router_tables import headline, tables
 from experiments.step import MonitorConfig, OptimizerConfig
 from models.config import GPTConfig
@@ -182,9 +183,10 @@ def test_seeds_of_the_reference_do_not_judge_themselves():
         main(dataclasses.replace(TOY, seeds=(6,)))
 
 
-def test_one_replica_has_no_noise():
+def test_one_replica_has_no_noise(tmp_path):
+    settings, corpus = settings_of(MOE, "clean", 5, tmp_path), load_corpus(limit=1000)
     with pytest.raises(ValueError, match="at least 2, got 1"):
-        router_fault.measure(None, None, Branch(), None, 1, 1)
+        measure(settings, None, Branch(), corpus, 1, 1)
 
 
 def test_a_recorded_run_is_whole(toy):
