@@ -123,16 +123,11 @@ def story_markdown(rows: list[Row]) -> str:
 
 def segments_markdown(rows: list[Row]) -> str:
     """Rank ratios of the worst layer's segments, means over seeds."""
-    return _by_segment(rows, lambda row: row["texts"]["code"])
-
-
-def _by_segment(rows: list[Row], of: Callable[[Row], Row]) -> str:
-    count = len(of(rows[0])["segments"])
-    lines = head(
-        ["arm", *(f"{i + 1} of {count}" for i in range(count)), "back less front, by seed"]
-    )
+    count = len(rows[0]["texts"]["code"]["segments"])
+    names = [f"{i + 1} of {count}" for i in range(count)]
+    lines = head(["arm", *names, "last less first, by seed"])
     for arm in arms_of(rows):
-        segments = [of(row)["segments"] for row in rows if row["arm"] == arm]
+        segments = [row["texts"]["code"]["segments"] for row in rows if row["arm"] == arm]
         columns = [mean(x[i] for x in segments) for i in range(count)]
         apart = numbers((x[-1] - x[0] for x in segments), sign="+")
         lines.append(line([arm, *(f"{x:.2f}" for x in columns), apart]))
