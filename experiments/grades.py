@@ -46,6 +46,7 @@ from models.config import GPTConfig
 from stabmon.output.runlog import Run
 
 RATIO = "activations/global/rank_ratio/min"
+ENTROPY = "attention/global/entropy/mean"
 Part = Literal["story", "ranking", "mixes"]
 
 
@@ -77,7 +78,6 @@ ARMS = {
     "learning rate ×10": Arm(rate=10.0),
     "attention": Arm(attention=True),
     "initialisation": Arm(std=1.0),
-    "initialisation, ladder": Arm(std=1.0, act=True),
     "initialisation, QK-norm": Arm(std=1.0, qk_norm=True),
 }
 
@@ -109,11 +109,11 @@ class Config:
     arms: tuple[str, ...] = tuple(ARMS)
     ranked: tuple[str, ...] = ("learning rate ×10", "learning rate ×40", "attention")
     seeds: tuple[int, ...] = (720, 721, 722)
-    steps: int = 900
+    steps: int = 800
     onset: int = 400
-    ranked_at: tuple[int, ...] = (300, 400, 500, 600, 700, 900)
+    ranked_at: tuple[int, ...] = (300, 400, 500, 600, 800)
     continued: int = 500
-    mix_steps: int = 600
+    mix_steps: int = 500
     batch: int = 16
     model: GPTConfig = DENSE
     optimizer: OptimizerConfig = field(default_factory=lambda: replace(OPTIMIZER, control=True))
@@ -193,6 +193,7 @@ def story(config: Config, name: str, run: Run, loss: float) -> Row:
         "before": float(before[-4:].mean()) if len(before) else None,
         "lowest": float(later.min()),
         "late": float(ratios[-4:].mean()),
+        "attention_entropy": float(run.metrics[ENTROPY][1][-4:].mean()),
         "grade_alarm": first([x for x in alarms if x["key"] == RATIO]),
         "first_alarm": first(alarms),
         "first_key": min(alarms, key=lambda x: x["step"])["key"] if alarms else None,
@@ -202,7 +203,7 @@ def story(config: Config, name: str, run: Run, loss: float) -> Row:
         "stopped": any(x["kind"] == "stopped" for x in run.events),
         "curves": {
             "rank ratio of the worst layer": curve(run, RATIO, 25),
-            "attention entropy": curve(run, "attention/global/entropy/mean", 50),
+            "attention entropy": curve(run, ENTROPY, 50),
             "held-out loss": curve(run, HELD_OUT, 50),
         },
     }

@@ -54,7 +54,7 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
     of = lambda arm: {row["seed"]: row for row in story if row["arm"] == arm}
     faulty, clean, rescued, normed = of(FAULT), of("clean"), of(LADDER), of(QK_NORM)
     clean_normed = of("clean, QK-norm")
-    near = lambda row, other: row["held_out"] <= other["held_out"] * (1 + NEAR)
+    near = lambda row, other, by=NEAR: row["held_out"] <= other["held_out"] * (1 + by)
     found: list[tuple[str, str, str]] = []
 
     def claim(words: str, held: list[bool]) -> None:
@@ -89,6 +89,15 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
         "With QK-norm the loss stays within 5 % of clean",
         [near(normed[s], clean_normed[s]) for s in normed if s in clean_normed],
     )
+    large, healed = of("initialisation"), of("initialisation, QK-norm")
+    claim(
+        "A large initialisation has the lower grade in the end",
+        [grade_of(large[s]["late"]) < grade_of(clean[s]["late"]) for s in large if s in clean],
+    )
+    claim(
+        "QK-norm lowers the loss of a large initialisation by 5 %",
+        [near(healed[s], large[s], -NEAR) for s in healed if s in large],
+    )
     if ranking:
         wins = [wins_of(row) for row in ranking]
         claim("Healthy beats collapsing in disputed pairs", [x for won in wins for x in won])
@@ -104,7 +113,8 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
 def story_markdown(rows: list[Row]) -> str:
     """Before and after the onset, alarms, loss and actions, seed by seed."""
     names = ["rank ratio before", "lowest after", "at the end", "grade alarm", "first alarm"]
-    lines = head(["arm", "seeds", *names, "loss alarm", "held-out loss", "actions"])
+    names += ["loss alarm", "attention entropy", "held-out loss", "actions"]
+    lines = head(["arm", "seeds", *names])
     for arm in arms_of(rows):
         of = [row for row in rows if row["arm"] == arm]
         cells = [
@@ -114,6 +124,7 @@ def story_markdown(rows: list[Row]) -> str:
             steps(row["grade_alarm"] for row in of),
             steps(row["first_alarm"] for row in of),
             steps(row["loss_alarm"] for row in of),
+            numbers(row["attention_entropy"] for row in of),
             numbers(row["held_out"] for row in of),
             "; ".join(_actions(row) for row in of) if any(map(_actions, of)) else "",
         ]

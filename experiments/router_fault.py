@@ -67,8 +67,8 @@ class Config:
     reference_seeds: tuple[int, ...] = (710, 711, 712, 713)
     moe: MoEConfig = field(default_factory=MoEConfig)
     branches: tuple[Branch, ...] = BRANCHES
-    branch_steps: int = 40
-    replicas: int = 6
+    branch_steps: int = 30
+    replicas: int = 4
     rejudge: bool = False
     runs: Path = Path("runs")
 
