@@ -14,9 +14,10 @@ row is there is not measured again; figure: `runs/combined_fault.html`. Results:
 `experiments/README.md`.
 
 A metric counts as moved where it left the bands of clean runs of other seeds (|z| > 5 in two
-samples running). The signature of the attention fault is the radial alignment of W_q with Δ2 or
-ΔW_q; that of the learning rate the update ratio with the router's entropy. The arms share data,
-initialisation and compiled program; the alarms see the run's own steps 100–300 only.
+samples running). Two pairs of signatures are tried: that of the paper (arXiv 2606.28116), spectra
+of updates for the attention and router entropy for the learning rate; and the radial alignment of
+W_q, upwards, with the update ratio. The arms share data, initialisation and compiled program; the
+alarms see the run's own steps 100–300 only.
 """
 
 from dataclasses import dataclass, field
@@ -41,11 +42,19 @@ COMBINED_ARMS = (
     "attention, learning rate ×10",
     "attention, learning rate ×40",
 )
-# All metrics of a group have left their bands: the signature is there.
-SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
-    "attention": (("radial alignment of W_q",), ("Δ2 spectrum", "ΔW_q spectrum")),
-    "learning rate": (("update ratio",), ("router entropy",)),
+# Metrics of which one has left its band to that side: the signature is there.
+Signature = tuple[tuple[str, str], ...]
+SIGNATURES: dict[str, dict[str, Signature]] = {
+    "spectra and router": {
+        "attention": (("Δ2 spectrum", "down"), ("ΔW_q spectrum", "down")),
+        "learning rate": (("router entropy", "down"),),
+    },
+    "alignment and update size": {
+        "attention": (("radial alignment of W_q", "up"),),
+        "learning rate": (("update ratio", "up"),),
+    },
 }
+FAULTS = ("attention", "learning rate")
 
 
 @dataclass(frozen=True)
@@ -100,23 +109,25 @@ def tables(rows: list[Row]) -> str:
 
 
 def headline(rows: list[Row]) -> str:
-    """Whether combined runs show both signatures and single ones their own, and what was named."""
-    shown = [signatures(row) == wanted(row["arm"]) for row in rows]
-    both = [row for row in rows if wanted(row["arm"]) == set(SIGNATURES)]
-    twofold = sum(signatures(row) == set(SIGNATURES) for row in both)
-    named = sum(right(row) for row in both)
-    alone = [row for row in rows if len(wanted(row["arm"])) == 1]
+    """How often each pair of signatures tells what is wrong, and what was named."""
+    faulty = [row for row in rows if wanted(row["arm"])]
+    both = [row for row in faulty if len(wanted(row["arm"])) == 2]
+    alone = [row for row in faulty if len(wanted(row["arm"])) == 1]
+    shown = lambda of, pair: sum(signatures(row, pair) == wanted(row["arm"]) for row in of)
+    first, second = SIGNATURES
     word = "partly"
-    if all(shown):
+    if shown(faulty, first) == len(faulty):
         word = "reproduces"
-    elif not twofold:
+    elif not shown(both, first):
         word = "not at this size"
-    return (
-        f"{word}: both signatures in {twofold} of {len(both)} runs with two faults, the right one "
-        f"alone in {sum(signatures(row) == wanted(row['arm']) for row in alone)} of {len(alone)} "
-        f"with one; both faults named in {named} of {len(both)}, the one fault in "
-        f"{sum(right(row) for row in alone)} of {len(alone)}"
-    )
+    parts = [
+        f"{pair} show both faults in {shown(both, pair)} of {len(both)} runs with two, and the "
+        f"right one alone in {shown(alone, pair)} of {len(alone)} with one"
+        for pair in (first, second)
+    ]
+    named = f"named right {sum(map(right, both))} of {len(both)} and "
+    named += f"{sum(map(right, alone))} of {len(alone)}"
+    return f"{word}: {'; '.join([*parts, named])}"
 
 
 def metrics_markdown(rows: list[Row]) -> str:
@@ -144,14 +155,14 @@ def bands_markdown(rows: list[Row]) -> str:
 
 def attribution_markdown(rows: list[Row]) -> str:
     """Which signatures were there, what was named, and how early against the loss."""
-    names = ["signatures shown", "first named", "named at the end", "first alarm", "loss alarms"]
-    lines = head(["arm", *names])
+    names = ["first named", "named at the end", "first alarm", "loss alarms"]
+    lines = head(["arm", *SIGNATURES, *names])
     for arm in arms_of(rows):
         of = [row for row in rows if row["arm"] == arm]
         verdicts = [row["verdict"] for row in of]
         cells = [
             arm,
-            "; ".join(" + ".join(sorted(signatures(row))) or "none" for row in of),
+            *("; ".join(_shown(row, pair) for row in of) for pair in SIGNATURES),
             "; ".join(x["first_named"] for x in verdicts),
             "; ".join(
                 f"{x['named']}{_parts(row)}{' ✓' if right(row) else ' ✗'}"
@@ -164,29 +175,32 @@ def attribution_markdown(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def signatures(row: Row) -> set[str]:
-    """Faults whose signature is outside the bands at some step after the onset."""
-    moved = {name for name, step in row["bands"].items() if step is not None and step >= 0}
-    return {
-        fault for fault, groups in SIGNATURES.items() if all(moved & set(group) for group in groups)
+def signatures(row: Row, pair: str) -> set[str]:
+    """Faults whose signature, of one pair, is outside the bands at some step after the onset."""
+    moved = {
+        (name, row["directions"][name])
+        for name, step in row["bands"].items()
+        if step is not None and step >= 0
     }
+    return {fault for fault, signs in SIGNATURES[pair].items() if moved & set(signs)}
 
 
 def wanted(arm: str) -> set[str]:
     """Faults that an arm has."""
-    return {fault for fault in SIGNATURES if fault in arm}
+    return {fault for fault in FAULTS if fault in arm}
 
 
 def right(row: Row) -> bool:
     """Whether the diagnosis at the end is the truth; of two faults, also their names."""
-    named, faults = row["verdict"]["named"], wanted(row["arm"])
-    if not faults:
-        return named == CLEAN
-    names = {"attention": str(Fault.ATTENTION), "learning rate": str(Fault.LEARNING_RATE)}
-    if len(faults) == 1:
-        return named == names[min(faults)]
+    named, faults = row["verdict"]["named"], row["faults"]
+    if len(faults) < 2:
+        return named == (faults[0] if faults else CLEAN)
     parts = set(row["parts"][0]) if row["parts"] else set()
-    return named == Fault.SEVERAL and parts >= {names[fault] for fault in faults}
+    return named == Fault.SEVERAL and parts >= set(faults)
+
+
+def _shown(row: Row, pair: str) -> str:
+    return " + ".join(sorted(signatures(row, pair))) or "none"
 
 
 def _parts(row: Row) -> str:

@@ -15,6 +15,7 @@ from experiments.campaign import held_out
 from experiments.checkpoints import Checkpoints, TrainState
 from experiments.data import batches, load_corpus
 from experiments.moe_faults import (
+    ARMS,
     MoEConfig,
     curve,
     first_alarms,
@@ -54,13 +55,10 @@ MONITORS: dict[str, tuple[str, Judged]] = {
     "training loss": ("symptoms/global/loss/value", "reference"),
     "held-out loss": (HELD_OUT, "reference"),
 }
-TRUTHS = {
-    "learning rate ×10": Fault.LEARNING_RATE,
-    "learning rate ×40": Fault.LEARNING_RATE,
-    "batch ÷8": Fault.BALANCE,
-    "balance loss off": Fault.BALANCE,
-    "batch ÷8, balance loss off": Fault.BALANCE,
-    "attention": Fault.ATTENTION,
+_OF_KIND = {
+    "learning rate": Fault.LEARNING_RATE,
+    "batch": Fault.BALANCE,
+    "auxiliary": Fault.BALANCE,
 }
 # Means of all samples after the onset.
 AFTER = {
@@ -129,13 +127,15 @@ class Judging:
         clean = arm == CLEAN
         onset = moe.steps if clean else moe.onset
         start = moe.optimizer.warmup + moe.window
-        truth = CLEAN if clean else str(TRUTHS.get(arm, Fault.SEVERAL))
+        faults = faults_of(arm)
+        truth = CLEAN if clean else str(faults[0] if len(faults) == 1 else Fault.SEVERAL)
         verdict = judge(run, arm, seed, truth, onset, moe.steps, start)
         bands = replay(run, BandDetector(self.reference()))
-        after = {}
+        after, directions = {}, {}
         for name, (key, _) in MONITORS.items():
             alarm = bands.get(self.key(key))
             after[name] = None if alarm is None else alarm.step - moe.onset
+            directions[name] = None if alarm is None else alarm.direction
         first = first_alarms(run, start if clean else moe.onset)
         return {
             "kind": "run",
@@ -144,10 +144,12 @@ class Judging:
             "onset": moe.onset,
             "steps": moe.steps,
             "held_out": held_out(recorded),
+            "faults": [str(x) for x in faults],
             "verdict": asdict(verdict),
             "parts": [x.get("parts", []) for x in run.events if x["kind"] == "diagnosis"][-1:],
             "first": [list(x) for x in first[:6]],
             "bands": after,
+            "directions": directions,
             "after": {name: mean_from(run, key, moe.onset + 1) for name, key in AFTER.items()},
             "late": {
                 name: mean_from(run, self.key(key), moe.steps - LATE_STEPS)
@@ -174,6 +176,17 @@ class Judging:
                 recorded, {self.key(key): how for key, how in MONITORS.values()}, window
             )
         return self._reference
+
+
+def faults_of(arm: str) -> list[Fault]:
+    """What is wrong in an arm, as the attribution calls it.
+
+    >>> [x.value for x in faults_of("batch ÷8, balance loss off")]
+    ['batch or balance']
+    """
+    found = [Fault.ATTENTION] if ARMS[arm].attention else []
+    found += [_OF_KIND[kind] for kind, _ in ARMS[arm].disturbances]
+    return list(dict.fromkeys(found))
 
 
 def final_state(settings: TrainConfig) -> TrainState:

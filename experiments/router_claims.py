@@ -65,12 +65,12 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
     claim("Without the balance loss the load is less even", {x: against(x, spread) for x in off}, 1)
     claim(
         "Similarity of the router's rows rises as it collapses",
-        {x: against(x, lambda row: row["text"]["similarity"]) for x in rates},
+        {x: against(x, lambda row: row["text"]["similarity"]) for x in (*rates, both)},
         1,
     )
     claim(
         "ε of the router's rows falls as it collapses",
-        {x: against(x, lambda row: row["text"]["conditioning"]) for x in rates},
+        {x: against(x, lambda row: row["text"]["conditioning"]) for x in (*rates, both)},
         -1,
     )
     blind = {x: against(x, delta) for x in (*rates, "batch ÷8") if against(x, delta)}

@@ -10,6 +10,7 @@ from experiments.markdown import head, line, numbers, steps
 from experiments.moe_judging import AFTER, CURVES
 from experiments.router_claims import claims, exponents
 from experiments.rows import Row
+from experiments.verdicts import CLEAN
 
 _TEXT = {
     "router entropy": "entropy",
@@ -154,9 +155,10 @@ def _what(row: Row) -> str:
 
 
 def _named(row: Row) -> str:
-    verdict = row["verdict"]
-    parts = f" ({', '.join(row['parts'][0])})" if row["parts"] and row["parts"][0] else ""
-    return verdict["named"] + parts + (" ✓" if verdict["named"] == verdict["truth"] else " ✗")
+    named, parts = row["verdict"]["named"], row["parts"][0] if row["parts"] else []
+    found = set(parts or [named])
+    right = found <= set(row["faults"]) if row["faults"] else named == CLEAN
+    return named + (f" ({', '.join(parts)})" if parts else "") + (" ✓" if right else " ✗")
 
 
 def _mean(values: Iterable[float]) -> float:

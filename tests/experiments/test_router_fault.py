@@ -10,6 +10,7 @@ from experiments import combined_fault
 from experiments.combined_fault import right, signatures
 from experiments.data import load_corpus
 from experiments.moe_faults import ARMS, MoEConfig, first_alarms, judged, run_one, settings_of
+from experiments.moe_judging import faults_of
 from experiments.router_claims import claims, exponents
 from experiments.router_fault import Config, main
 from experiments.router_growth import Branch, margins, measure, slope
@@ -153,22 +154,24 @@ def test_a_claim_holds_partly_where_some_runs_do_not_show_it():
     assert found[1:] == ("partly", "1 of 2: batch ÷8: -0.10, +0.10")
 
 
-def test_a_signature_needs_each_of_its_metrics_after_the_onset():
-    bands = {"radial alignment of W_q": 50, "Δ2 spectrum": 75, "ΔW_q spectrum": None}
-    bands |= {"update ratio": -10, "router entropy": 30}
-    row = {"arm": "attention, learning rate ×10", "bands": bands, "parts": []}
-    assert signatures(row) == {"attention"}
-    assert signatures(row | {"bands": bands | {"update ratio": 0}}) == {
-        "attention",
-        "learning rate",
-    }
+def test_a_signature_has_left_its_band_to_its_side_after_the_onset():
+    names = ("Δ2 spectrum", "ΔW_q spectrum", "router entropy", "radial alignment of W_q")
+    directions = dict(zip(names, ("up", "down", "down", "down"), strict=True))
+    bands = dict(zip(names, (50, 75, -10, 60), strict=True))
+    row = {"bands": bands, "directions": directions}
+    assert signatures(row, "spectra and router") == {"attention"}
+    assert signatures(row, "alignment and update size") == set()
+    both = {"bands": bands | {"router entropy": 0}, "directions": directions}
+    assert signatures(both, "spectra and router") == {"attention", "learning rate"}
 
 
 def test_two_faults_are_named_right_only_by_their_names():
-    row = {"arm": "attention, learning rate ×10", "verdict": {"named": "several at once"}}
+    faults = [str(x) for x in faults_of("attention, learning rate ×10")]
+    row = {"faults": faults, "verdict": {"named": "several at once"}}
     assert right(row | {"parts": [["learning rate", "attention numerics"]]})
     assert not right(row | {"parts": [["learning rate", "batch or balance"]]})
     assert not right(row | {"verdict": {"named": "learning rate"}, "parts": [[]]})
+    assert right({"faults": [], "verdict": {"named": "clean"}, "parts": []})
 
 
 def test_first_alarms_are_those_after_the_onset(tmp_path):
