@@ -8,8 +8,11 @@ from experiments.router_growth import slope
 from experiments.rows import Row
 
 
-def exponents(rows: list[Row]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Exponents of drift and noise by seed: in the learning rate, and in one over the batch."""
+def exponents(rows: list[Row], mark: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Exponents of drift and noise by seed: in the learning rate, and in one over the batch.
+
+    Of the margins `mark` steps after the branch.
+    """
     found: tuple[dict[str, list[float]], dict[str, list[float]]] = ({}, {})
     for into, axis in zip(found, ("rate", "batch"), strict=True):
         other = "batch" if axis == "rate" else "rate"
@@ -18,7 +21,8 @@ def exponents(rows: list[Row]) -> tuple[dict[str, list[float]], dict[str, list[f
             for seed in dict.fromkeys(row["seed"] for row in on_axis):
                 of = [row for row in on_axis if row["seed"] == seed]
                 if len(of) > 1:
-                    fitted = slope([row[axis] for row in of], [row[name] for row in of])
+                    values = [row["after"][mark][name] for row in of]
+                    fitted = slope([row[axis] for row in of], values)
                     into.setdefault(name, []).append(fitted)
     return found
 
@@ -84,16 +88,31 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
         words = "Spectra of attention updates do not react to learning rate and batch"
         found.append((words, word, f"{held} of {count} within clean runs' {width:.2f}: {cells}"))
     if growth:
-        rate, batch = exponents(growth)
-        up = lambda values: [x for x in values if isfinite(x)]
+        mark = min(growth[0]["after"], key=int)
+        grown = {(_branch(r), r["seed"]): r["after"][mark]["growth"] for r in growth}
+        faster = {
+            f"×{rate:g}": [
+                grown[(rate, 1.0, 1.0), seed] - grown[(1.0, 1.0, 1.0), seed]
+                for seed in dict.fromkeys(row["seed"] for row in growth)
+                if ((rate, 1.0, 1.0), seed) in grown and ((1.0, 1.0, 1.0), seed) in grown
+            ]
+            for rate in (3.0, 10.0, 40.0)
+        }
+        claim(f"The winner's margin grows faster at a higher rate, {mark} steps", faster, 1)
+        rate, batch = exponents(growth, mark)
+        finite = lambda values: [x for x in values if isfinite(x)]
         claim(
-            "Coherent growth of margins rises with the learning rate (exponent)",
-            {"drift": up(rate.get("drift", []))},
+            "What margins' changes have in common rises with the rate (exponent)",
+            {"drift": finite(rate.get("drift", []))},
             1,
         )
         claim(
             "Margin noise rises as the batch shrinks (exponent)",
-            {"noise": up(batch.get("noise", []))},
+            {"noise": finite(batch.get("noise", []))},
             1,
         )
     return found
+
+
+def _branch(row: Row) -> tuple[float, float, float]:
+    return row["rate"], row["batch"], row["auxiliary"]

@@ -56,7 +56,7 @@ class Config:
         reference_seeds: Clean runs that the bands are learned from; none of `seeds`.
         moe: What all arms share.
         branches: After the branch of each clean run's last state.
-        branch_steps: Steps after it.
+        marks: Steps after it at which margins are taken, ascending.
         replicas: Data orders of each branch.
         rejudge: Whether recorded runs are judged and measured anew.
         runs: Where runs, rows and figure lie.
@@ -67,7 +67,7 @@ class Config:
     reference_seeds: tuple[int, ...] = (710, 711, 712, 713)
     moe: MoEConfig = field(default_factory=MoEConfig)
     branches: tuple[Branch, ...] = BRANCHES
-    branch_steps: int = 30
+    marks: tuple[int, ...] = (10, 30)
     replicas: int = 4
     rejudge: bool = False
     runs: Path = Path("runs")
@@ -104,7 +104,7 @@ def growth_settings(config: Config, branch: Branch, seed: int) -> dict[str, Any]
     return {
         "run": {k: v for k, v in asdict(run).items() if k != "runs"},
         "branch": asdict(branch),
-        "steps": config.branch_steps,
+        "marks": list(config.marks),
         "replicas": config.replicas,
     }
 
@@ -115,8 +115,8 @@ def grow(config: Config, settings: Mapping[str, Any]) -> Row:
     run = settings_of(config.moe, CLEAN, seed, config.runs)
     run_one(run)
     corpus = load_corpus(run.data)
-    found = measure(run, final_state(run), branch, corpus, config.branch_steps, config.replicas)
-    return {"kind": "growth", "seed": seed, **settings["branch"], **found}
+    found = measure(run, final_state(run), branch, corpus, config.marks, config.replicas)
+    return {"kind": "growth", "seed": seed, **settings["branch"], "after": found}
 
 
 if __name__ == "__main__":

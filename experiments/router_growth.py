@@ -51,17 +51,17 @@ def measure(
     state: Any,
     branch: Branch,
     corpus: Corpus,
-    steps: int,
+    marks: Sequence[int],
     replicas: int,
-) -> dict[str, float]:
-    """Growth and noise of the margins after `steps` steps, in units of a logit.
+) -> dict[str, dict[str, float]]:
+    """{steps after the branch: growth and noise of the margins, in units of a logit}.
 
     Args:
         settings: The run that `state` is of.
         state: Where to branch; it is kept.
         branch: What holds from there on.
         corpus: The data.
-        steps: Steps after the branch.
+        marks: Steps after the branch at which the margins are taken, ascending.
         replicas: How often, each time with data of another order; at least 2.
 
     Raises:
@@ -79,15 +79,16 @@ def measure(
     before = np.asarray(logits(state.params, inputs))
     factors = Scales(*(np.float32(x) for x in (branch.rate, branch.auxiliary, 1.0)))
     wrong = [Disturbance("batch", branch.batch, 0)]
-    after = []
+    after: dict[int, list[np.ndarray]] = {mark: [] for mark in marks}
     for replica in range(replicas):
         data = batches(corpus, seed=1000 + replica, batch=batch, context=context)
         now = jax.tree.map(jnp.copy, state)
-        for step in range(steps):
+        for step in range(marks[-1]):
             tokens = disturbed(wrong, data, step, 0, corpus.vocabulary)
             now, _, _ = step_fn(now, tokens, np.float32(0), due=(), scales=factors)
-        after.append(np.asarray(logits(now.params, inputs)))
-    return margins(before, np.stack(after))
+            if step + 1 in after:
+                after[step + 1].append(np.asarray(logits(now.params, inputs)))
+    return {str(mark): margins(before, np.stack(found)) for mark, found in after.items()}
 
 
 def margins(
@@ -122,12 +123,16 @@ def margins(
 def slope(x: Sequence[float], y: Sequence[float]) -> float:
     """Exponent of a power law through points, by least squares of the logarithms.
 
-    >>> round(slope([1.0, 10.0, 100.0], [2.0, 20.0, 200.0]), 3)
+    Points that are not positive are left out; NaN for fewer than two others.
+
+    >>> round(slope([1.0, 10.0, 100.0, 1000.0], [2.0, 20.0, 200.0, 0.0]), 3)
     1.0
     """
-    if min(y, default=0.0) <= 0:
+    points = [(a, b) for a, b in zip(x, y, strict=True) if a > 0 and b > 0]
+    if len(points) < 2:
         return float("nan")
-    return float(np.polyfit(np.log(np.asarray(x)), np.log(np.asarray(y)), 1)[0])
+    along, up = np.log(np.asarray(points)).T
+    return float(np.polyfit(along, up, 1)[0])
 
 
 @lru_cache(maxsize=2)

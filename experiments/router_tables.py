@@ -21,6 +21,7 @@ _TEXT = {
     "similarity": "similarity",
     "ε": "conditioning",
 }
+_GROWTH = {"growth": "growth", "drift": "drift", "noise": "noise", "kept": "same winner"}
 
 
 def tables(rows: list[Row]) -> str:
@@ -34,7 +35,7 @@ def tables(rows: list[Row]) -> str:
     parts += ["*First step outside the bands of clean runs, after the onset.*"]
     parts += [bands_markdown(runs)]
     if growth:
-        parts += ["*Margins after the branch, means over seeds (by seed).*"]
+        parts += ["*Margins after the branch, by seed.*"]
         parts += [growth_markdown(growth)]
     parts += ["*Claims.*", claims_markdown(rows)]
     return "\n\n".join(parts)
@@ -112,22 +113,22 @@ def bands_markdown(runs: list[Row]) -> str:
 
 
 def growth_markdown(rows: list[Row]) -> str:
-    """Growth, drift and noise of each branch."""
-    lines = head(
-        ["learning rate", "batch", "balance loss", "growth", "drift", "noise", "same winner"]
-    )
-    for branch in dict.fromkeys(map(_branch, rows)):
-        of = [row for row in rows if _branch(row) == branch]
-        rate, batch, auxiliary = branch
+    """Growth, drift and noise of each branch, at each mark."""
+    marks = list(rows[0]["after"])
+    names = [f"{name}, {mark} steps" for mark in marks for name in _GROWTH.values()]
+    lines = head(["learning rate", "batch", "balance loss", *names])
+    for rate, batch, auxiliary in dict.fromkeys(map(_branch, rows)):
+        of = [row["after"] for row in rows if _branch(row) == (rate, batch, auxiliary)]
         cells = [f"×{rate:g}", f"÷{batch:g}", "on" if auxiliary else "off"]
-        for name in ("growth", "drift", "noise", "kept"):
-            values = [row[name] for row in of]
-            sign = "+" if name == "growth" else ""
-            cells.append(f"{mean(values):{sign}.3f} ({numbers(values, 3)})")
+        for mark in marks:
+            for name in _GROWTH:
+                sign = "+" if name == "growth" else ""
+                cells.append(numbers([x[mark][name] for x in of], sign=sign))
         lines.append(line(cells))
-    rate, batch = exponents(rows)
-    lines += ["", f"Exponents, seed by seed: {_exponents('learning rate', rate)}; "]
-    lines[-1] += f"{_exponents('1/batch', batch)}."
+    for mark in marks:
+        rate, batch = exponents(rows, mark)
+        cells = f"{_exponents('learning rate', rate)}; {_exponents('1/batch', batch)}"
+        lines += ["", f"Exponents after {mark} steps, by seed: {cells}."]
     return "\n".join(lines)
 
 

@@ -36,7 +36,7 @@ TOY = Config(
     reference_seeds=(6, 7),
     moe=MOE,
     branches=(Branch(), Branch(rate=10.0), Branch(batch=4.0)),
-    branch_steps=2,
+    marks=(1, 2),
     replicas=2,
 )
 
@@ -128,11 +128,14 @@ def test_the_margin_of_experts_that_were_first_grows_in_common_or_apart():
 
 
 def test_exponents_are_of_one_axis_each():
-    rows = [
-        {"seed": 1, "rate": r, "batch": b, "auxiliary": 1.0, "drift": r**2, "noise": b**0.5}
-        for r, b in ((1.0, 1.0), (10.0, 1.0), (1.0, 4.0))
-    ]
-    rate, batch = exponents(rows)
+    row = lambda rate, batch: {
+        "seed": 1,
+        "rate": rate,
+        "batch": batch,
+        "auxiliary": 1.0,
+        "after": {"10": {"drift": rate**2, "noise": batch**0.5}},
+    }
+    rate, batch = exponents([row(1.0, 1.0), row(10.0, 1.0), row(1.0, 4.0)], "10")
     assert rate["drift"] == pytest.approx([2.0])
     assert batch["noise"] == pytest.approx([0.5])
     assert np.isnan(slope([1.0, 2.0], [0.0, 1.0]))
@@ -189,7 +192,7 @@ def test_seeds_of_the_reference_do_not_judge_themselves():
 def test_one_replica_has_no_noise(tmp_path):
     settings, corpus = settings_of(MOE, "clean", 5, tmp_path), load_corpus(limit=1000)
     with pytest.raises(ValueError, match="at least 2, got 1"):
-        measure(settings, None, Branch(), corpus, 1, 1)
+        measure(settings, None, Branch(), corpus, (1,), 1)
 
 
 def test_a_recorded_run_is_whole(toy):
