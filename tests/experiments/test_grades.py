@@ -112,7 +112,8 @@ def test_the_story_counts_from_the_onset(tmp_path):
     }
     alarm = lambda step, key: {"kind": "alarm", "step": step, "key": key}
     acted = {"kind": "action", "step": 50, "action": "roll back", "dry": False}
-    events = (alarm(30, key), alarm(45, "other"), alarm(50, key), acted, acted | {"dry": True})
+    dry = acted | {"action": "stop", "dry": True}
+    events = (alarm(30, key), alarm(45, "other"), alarm(50, key), acted, dry)
     run = Run("r", tmp_path, {}, flat | {key: (steps, ratios)}, events, ())
     row = story(TOY, "learning rate ×40", run, 2.0)
     assert (row["before"], row["lowest"], row["late"]) == pytest.approx((0.65, 0.25, 0.25 + 0.1))

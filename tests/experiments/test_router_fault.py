@@ -123,8 +123,10 @@ def test_the_margin_of_experts_that_were_first_grows_in_common_or_apart():
     found = margins(before, noise)
     assert found["growth"] == pytest.approx(0.0)
     assert found["noise"] == pytest.approx(3.0 / 2**0.5)
-    assert found["drift"] == 0.0
     assert found["kept"] == pytest.approx(5 / 6)
+    # The mean of three replicas, one of which moved by 3, is 1: no more than noise makes it.
+    one = np.stack([before + x * np.array([[1.0, 0.0, 0.0]]) for x in (3.0, 0.0, 0.0)])
+    assert margins(before, one)["drift"] == 0.0
 
 
 def test_exponents_are_of_one_axis_each():
@@ -133,9 +135,11 @@ def test_exponents_are_of_one_axis_each():
         "rate": rate,
         "batch": batch,
         "auxiliary": 1.0,
-        "after": {"10": {"drift": rate**2, "noise": batch**0.5}},
+        "after": {"10": {"drift": rate**2 * batch, "noise": batch**0.5 / rate}},
     }
-    rate, batch = exponents([row(1.0, 1.0), row(10.0, 1.0), row(1.0, 4.0)], "10")
+    rows = [row(1.0, 1.0), row(10.0, 1.0), row(1.0, 4.0), row(10.0, 4.0)]
+    rows.append(row(100.0, 1.0) | {"auxiliary": 0.0, "after": {"10": {"drift": 1.0, "noise": 1.0}}})
+    rate, batch = exponents(rows, "10")
     assert rate["drift"] == pytest.approx([2.0])
     assert batch["noise"] == pytest.approx([0.5])
     assert np.isnan(slope([1.0, 2.0], [0.0, 1.0]))
