@@ -14,7 +14,7 @@ COLOURS = ("#888888", "#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#1
 def draw_curves(rows: Sequence[Row], names: Iterable[str], path: Path) -> Path:
     """A panel for each name, a line for each arm of the smallest seed."""
     names = list(names)
-    first = min(row["seed"] for row in rows)
+    first = min((row["seed"] for row in rows), default=0)
     columns = 4
     figure = make_subplots(-(-len(names) // columns), columns, subplot_titles=names)
     for i, row in enumerate(row for row in rows if row["seed"] == first):

@@ -125,7 +125,7 @@ class Config:
 
 @dataclass(frozen=True)
 class Result:
-    """All rows asked for, the file they lie in, and the figure."""
+    """All rows there are, the file they lie in, and the figure."""
 
     rows: list[Row]
     file: Path
@@ -134,22 +134,31 @@ class Result:
 
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    file, rows = config.runs / "grades.jsonl", []
+    file = config.runs / "grades.jsonl"
     texts = write_mixes(config.runs / "grades-texts")
-    for part in config.parts:
-        names = {"story": config.arms, "ranking": config.ranked, "mixes": MIXES}[part]
+    all_settings = []
+    for part, names in plan(config).items():
         for seed in config.seeds:
             for name in names:
                 run = mix_settings(config, name, texts, seed) if part == "mixes" else None
                 run = run or settings_of(config, name, seed)
                 settings = row_settings(config, part, name, run)
+                all_settings.append(settings)
+                if part not in config.parts:
+                    continue
                 measure = partial(row_of, config, part, name, run, texts)
                 if config.rejudge and part == "story" and rows_there(file, [settings]):
                     append_row(file, measure() | {"settings": settings})
-                rows.append(measured(file, settings, measure))
+                measured(file, settings, measure)
+    rows = rows_there(file, all_settings)
     figure = draw(rows, config.runs / "grades.html")
     Console(soft_wrap=True).print(f"{headline(rows)}\n\n{tables(rows)}", markup=False)
     return Result(rows, file, figure)
+
+
+def plan(config: Config) -> dict[Part, tuple[str, ...]]:
+    """What each part runs for every seed: arms, or texts."""
+    return {"story": config.arms, "ranking": config.ranked, "mixes": MIXES}
 
 
 def row_settings(config: Config, part: Part, name: str, run: TrainConfig) -> dict[str, Any]:

@@ -22,18 +22,21 @@ branch the final state of each clean run (`router_growth.py`). Tables: `router_t
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import tyro
 from rich.console import Console
 
-from experiments.data import load_corpus
+from experiments.checkpoints import TrainState
+from experiments.data import Corpus, load_corpus
 from experiments.moe_faults import ARMS, MoEConfig, run_one, settings_of
 from experiments.moe_judging import Judging, final_state
 from experiments.router_growth import Branch, measure
 from experiments.router_tables import draw, headline, tables
 from experiments.rows import Row, measured
+from experiments.train import Config as TrainConfig
 from experiments.verdicts import CLEAN
 
 ROUTER_ARMS = tuple(arm for arm in ARMS if not arm.startswith("attention"))
@@ -113,10 +116,16 @@ def grow(config: Config, settings: Mapping[str, Any]) -> Row:
     """The row of one branch."""
     branch, seed = Branch(**settings["branch"]), settings["run"]["seed"]
     run = settings_of(config.moe, CLEAN, seed, config.runs)
-    run_one(run)
-    corpus = load_corpus(run.data)
-    found = measure(run, final_state(run), branch, corpus, config.marks, config.replicas)
+    state, corpus = _trunk(run)
+    found = measure(run, state, branch, corpus, config.marks, config.replicas)
     return {"kind": "growth", "seed": seed, **settings["branch"], "after": found}
+
+
+@lru_cache(maxsize=1)
+def _trunk(run: TrainConfig) -> tuple[TrainState, Corpus]:
+    """The last state of a run that is trained if need be, and its data."""
+    run_one(run)
+    return final_state(run), load_corpus(run.data)
 
 
 if __name__ == "__main__":
