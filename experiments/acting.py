@@ -49,6 +49,7 @@ class AlarmConfig:
         dwell: Healthy steps before and after a checkpoint that make it trusted.
         min_grade: Lowest grade of a trusted checkpoint.
         max_rollbacks: Rollbacks before the run is stopped.
+        joint: Different quantities that must have alarmed before the learning rate is touched.
         skip_data: Whether the data between checkpoint and alarm are passed over after a rollback.
         msign: Whether a fault in the attention is first met by one MSign restoration of its
             matrices.
@@ -61,6 +62,7 @@ class AlarmConfig:
     dwell: int = 500
     min_grade: int = 4
     max_rollbacks: int = 3
+    joint: int = 2
     skip_data: bool = False
     msign: bool = False
 
@@ -104,6 +106,7 @@ class Acting:
             watch=config.watch,
             verify=config.verify,
             max_rollbacks=config.max_rollbacks,
+            joint=config.joint,
             skip_data=config.skip_data,
             msign=config.msign,
         )

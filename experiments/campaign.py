@@ -9,40 +9,47 @@ come, how many alarms does a healthy run raise?
     python -m experiments.campaign table      all runs, judged: the tables
     python -m experiments.campaign rescue     a run that --act is to save, with and without it
 
-`table` takes about 12 minutes on one core, `rescue` 4. A run that is already there is not run
-again, so both may be interrupted. Verdicts are written to `runs/campaign/verdicts.jsonl` and
-`rescue.jsonl`. Results: `experiments/README.md`.
+    python -m experiments.campaign table --again     recorded runs, judged anew by today's rules
+
+`table` takes about 30 minutes on one core, `rescue` 5. A run that is already there, or its row, is
+not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`, the figure to
+`runs/campaign.html`. Results: `experiments/README.md`, from `experiments/results/campaign.jsonl`.
+
+Runs are judged by a replay of what they recorded, which says what the alarms say while a run goes
+on (a test holds them equal): so rules can be changed without training, and rows are always those
+of one set of rules.
 
 The seeds are none of those on which the thresholds were chosen. What counts as the diagnosis of a
 run is the one that stands at its end, with all evidence in; the first that was not "unknown" is
-listed beside it. Every alarm before the onset is a false one, as is every alarm of a clean run.
+listed beside it. Every alarm of a clean run is a false one. Clean runs are longer than faulty ones,
+so that what is healthy has time to drift.
 """
 
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
 from experiments.acting import AlarmConfig
+from experiments.campaign_tables import figure, headline, tables
 from experiments.faults import AttentionFault, Disturbance, Kind
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
-from experiments.verdicts import (
-    CLEAN,
-    cases_markdown,
-    confusion_markdown,
-    judge,
-    rescue_markdown,
-    summary,
-)
+from experiments.verdicts import CLEAN, judge
 from models.config import GPTConfig
+from stabmon.alarms.ladder import Policy
+from stabmon.alarms.ledger import CheckpointLedger
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.replay import replay_events
 from stabmon.alarms.signatures import Fault
-from stabmon.output.jsonl import plain
+from stabmon.alarms.standard import standard_board
+from stabmon.alarms.watcher import Watcher
+from stabmon.output.jsonl import plain, read_jsonl
 from stabmon.output.runlog import Run, load_run
 
 DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
@@ -78,7 +85,7 @@ CASES = {
     "batch ÷8": Case(Fault.BALANCE, None, (("batch", 8),)),
     "dirty batch": Case(Fault.DIRTY_BATCH, None, (("dirty batch", 1),), brief=True),
     "repeated data": Case(Fault.REPEATED_DATA, None, (("repeated data", 8),)),
-    "NaN": Case(Fault.NONFINITE, None, (("gradient", math.nan),), brief=True),
+    "NaN in the gradient": Case(Fault.NONFINITE, None, (("gradient", math.nan),), brief=True),
     "attention 7/7": Case(Fault.ATTENTION, (7, 7)),
     "attention 7/7, learning rate ×10": Case(Fault.SEVERAL, (7, 7), (("learning rate", 10),)),
     "attention 7/0": Case(Fault.ATTENTION, (7, 0)),
@@ -102,7 +109,8 @@ class Config:
         command: table or rescue.
         seeds: Seeds of the faulty runs.
         clean_seeds: Seeds of the clean runs.
-        steps: Length of every run.
+        steps: Length of the faulty runs.
+        clean_steps: Length of the clean runs.
         onset: First step with a fault.
         rescue_steps: Length of the runs of `rescue`.
         batch: Sequences a step.
@@ -112,13 +120,16 @@ class Config:
         monitor: What is measured.
         alarms: Watching, and the pace of the ladder.
         cases: Names of the cases to run; empty: all.
-        runs: Where runs and verdicts lie.
+        runs: Where the runs lie.
+        results: Where the rows go.
+        again: Whether recorded runs are judged anew.
     """
 
     command: Annotated[Literal["table", "rescue"], tyro.conf.Positional] = "table"
-    seeds: tuple[int, ...] = (300, 301)
-    clean_seeds: tuple[int, ...] = (300, 301, 302)
+    seeds: tuple[int, ...] = (400, 401)
+    clean_seeds: tuple[int, ...] = (400, 401, 402, 403)
     steps: int = 1200
+    clean_steps: int = 4100
     onset: int = 500
     rescue_steps: int = 2000
     batch: int = 16
@@ -129,37 +140,65 @@ class Config:
     alarms: AlarmConfig = ALARMS
     cases: tuple[str, ...] = ()
     runs: Path = Path("runs/campaign")
+    results: Path = Path("runs/campaign.jsonl")
+    again: bool = False
 
 
-def main(config: Config) -> list[Any]:
-    """Carry out `config.command`; its verdicts, or the rows of the rescue."""
+def main(config: Config) -> list[dict[str, Any]]:
+    """Carry out `config.command`; all rows that there are then."""
+    rows = {_identity(x): x for x in read_jsonl(config.results)}
     if config.command == "rescue":
-        rows = [rescue(config, name, seed) for name in RESCUED for seed in config.seeds]
-        write(config.runs / "rescue.jsonl", rows)
-        print(rescue_markdown(rows))
-        return rows
-    verdicts = []
-    for name, case in CASES.items():
-        if config.cases and name not in config.cases:
+        wanted = [("rescue", x, s, config.rescue_steps) for x in RESCUED for s in config.seeds]
+    else:
+        wanted = [
+            ("verdict", name, seed, config.clean_steps if clean else config.steps)
+            for name, case in CASES.items()
+            if not config.cases or name in config.cases
+            for clean in [case.truth == CLEAN]
+            for seed in (config.clean_seeds if clean else config.seeds)
+        ]
+    for kind, name, seed, steps in wanted:
+        if (kind, name, seed, steps) in rows and not config.again:
             continue
-        for seed in config.clean_seeds if case.truth == CLEAN else config.seeds:
-            run = run_one(config, name, case, seed)
-            onset = config.steps if case.truth == CLEAN else config.onset
-            judged_from = config.optimizer.warmup + config.alarms.window
-            verdict = judge(run, name, seed, case.truth, onset, config.steps, judged_from)
-            verdicts.append(verdict)
-            print(f"{name}, seed {seed}: {verdicts[-1].named}", flush=True)
-    write(config.runs / "verdicts.jsonl", [asdict(x) | {"right": x.right} for x in verdicts])
-    print("\n" + "\n\n".join([cases_markdown(verdicts), confusion_markdown(verdicts)]))
-    print("\n" + summary(verdicts))
-    return verdicts
+        if kind == "rescue":
+            row = rescue(config, name, seed)
+        else:
+            row = verdict(config, name, seed, steps)
+        rows[kind, name, seed, steps] = row
+        write(config.results, list(rows.values()))
+        said = row["named"] if kind == "verdict" else f"{row['excess']:+.1%} of the clean loss"
+        print(f"{name}, seed {seed}: {said}", flush=True)
+    ordered = list(rows.values())
+    figure(ordered, config.results.with_suffix(".html"))
+    print("\n" + tables(ordered) + "\n\n" + headline(ordered))
+    return ordered
+
+
+def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any]:
+    """The row of one run, recorded before or now."""
+    case, alarms = CASES[name], config.alarms
+    run = run_one(config, name, case, seed, steps)
+    policy = Policy(watch=alarms.watch, verify=alarms.verify)
+    board = standard_board(config.optimizer.warmup, alarms.window)
+    ledger = CheckpointLedger(alarms.dwell, alarms.min_grade)
+    events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
+    onset = steps if case.truth == CLEAN else config.onset
+    judged_from = config.optimizer.warmup + alarms.window
+    return judge(events, name, seed, case.truth, onset, steps, judged_from).row()
+
+
+def _identity(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["kind"], row["case"], row["seed"], row["steps"]
 
 
 def run_one(
-    config: Config, name: str, case: Case, seed: int, steps: int = 0, act: bool | None = None
+    config: Config, name: str, case: Case, seed: int, steps: int, act: bool | None = None
 ) -> Run:
-    """One run, unless it is there already; `act` given, one of the rescue."""
-    steps = steps or config.steps
+    """One run, unless it is there already; `act` given, one of the rescue.
+
+    Raises:
+        KeyboardInterrupt: It was interrupted; it is saved, and the next call goes on with it.
+    """
     end = config.onset + 1 if case.brief else None
     extra = [Disturbance(kind, x, config.onset, end) for kind, x in case.disturbances]
     fault = None
@@ -192,7 +231,9 @@ def run_one(
     if not (folder / "config.json").exists() or not ended & {
         x["kind"] for x in load_run(folder).events
     }:
-        train(settings)
+        result = train(settings)
+        if result.step < steps and result.code == 0:
+            raise KeyboardInterrupt(f"{folder} was interrupted at step {result.step}")
     return load_run(folder)
 
 
@@ -207,7 +248,8 @@ def rescue(config: Config, name: str, seed: int) -> dict[str, Any]:
     losses = {key: held_out(run) for key, run in runs.items()}
     story = [f"{x['action']} {x['step']}" for x in runs["act"].events if x["kind"] == "action"]
     excess = losses["act"] / losses["clean"] - 1
-    return {"case": name, "seed": seed, **losses, "excess": excess, "actions": story}
+    row = {"kind": "rescue", "case": name, "seed": seed, "steps": steps, **losses}
+    return row | {"excess": excess, "actions": story}
 
 
 def held_out(run: Run) -> float:

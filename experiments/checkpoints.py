@@ -83,8 +83,8 @@ class Checkpoints:
 
         Raises:
             FileNotFoundError: There is no checkpoint.
-            ValueError: It was written by a newer format, or without the snapshot ring that `like`
-                has.
+            ValueError: It cannot be read, was written by a newer format, or without the snapshot
+                ring that `like` has.
         """
         step = self.latest() if step is None else step
         if step is None:
@@ -107,15 +107,26 @@ class Checkpoints:
                     "`attach(opt_state, ring)` of a fresh state"
                 )
             items["monitor"] = ocp.args.StandardRestore(_plain(ring))
-        got = self._manager.restore(step, args=ocp.args.Composite(**items))
+        got = self._read(step, items)
         if ring is not None:
             ring = jax.tree.unflatten(jax.tree.structure(ring), jax.tree.leaves(got["monitor"]))
         count = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
         return TrainState(count, got["params"], attach(got["optimizer"], ring))
 
     def _meta(self, step: int) -> dict[str, Any]:
-        args = ocp.args.Composite(meta=ocp.args.JsonRestore())
-        return self._manager.restore(step, args=args)["meta"]
+        return self._read(step, {"meta": ocp.args.JsonRestore()})["meta"]
+
+    def _read(self, step: int, items: dict[str, Any]) -> Any:
+        """What is asked for of the checkpoint at `step`."""
+        try:
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except (OSError, ValueError, KeyError) as error:
+            folder, earlier = self._manager.directory, [x for x in self.steps() if x < step]
+            remedy = f"move it away to go on from step {earlier[-1]}" if earlier else "begin anew"
+            raise ValueError(
+                f"checkpoint {folder / str(step)} cannot be read: it was cut short, or is of "
+                f"another model; {remedy}. {type(error).__name__}: {str(error)[:300]}"
+            ) from error
 
     def close(self) -> None:
         """Release the folder."""

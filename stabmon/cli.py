@@ -1,4 +1,4 @@
-"""`stabmon watch | report | compare | rank | scan`: the command line.
+"""`stabmon watch | report | compare | replay | rank | scan`: the command line.
 
 What lives here: the commands' arguments, exit codes, and how results are printed. What does not:
 the work, which is a function in a room of its own for each command.
@@ -121,6 +121,31 @@ class Compare:
 
 
 @dataclass(frozen=True)
+class Replay:
+    """Which alarms the standard rules would have raised on runs that are over, and what for.
+
+    Attributes:
+        runs: Folders of runs.
+        warmup: Steps of learning-rate warm-up, which are not judged.
+        window: Steps of the healthy window after it.
+        json: Print JSON instead of tables.
+    """
+
+    runs: tuple[Path, ...]
+    warmup: int = 100
+    window: int = 200
+    json: bool = False
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.output.replay import replay_runs, show_replay
+
+        _some(self.runs, "runs")
+        show_replay(_console(), replay_runs(self.runs, self.warmup, self.window), self.json)
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
 class Rank:
     """Rank a run's checkpoints by health and loss: collapsing with a low loss is not the best.
 
@@ -227,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stabmon: {MISSING} ({error})", file=sys.stderr)
         return _UNREADABLE
     command = tyro.cli(
-        Watch | Report | Compare | Rank | Scan,
+        Watch | Report | Compare | Replay | Rank | Scan,
         prog="stabmon",
         description="Sees a language-model training run going wrong before the loss does.",
         args=arguments,

@@ -27,6 +27,7 @@ class Diagnosis:
         layer: Layer that is worst, None where the alarms do not agree on one.
         head: Head that is worst there, likewise.
         parts: For `Fault.SEVERAL`, the faults.
+        quantities: How many different quantities have alarmed for it, for several the fewest.
     """
 
     step: int
@@ -36,6 +37,7 @@ class Diagnosis:
     layer: int | None = None
     head: int | None = None
     parts: tuple[Fault, ...] = ()
+    quantities: int = 1
 
     def event(self) -> dict[str, Any]:
         """The row of `events.jsonl`, less kind and step, and less a place that is not known."""
@@ -102,10 +104,15 @@ def diagnose(
     places = [a for a in alarms if any(a.key == b.key for b in own)]
     faults = tuple(signature.fault for _, signature in chosen)
     confidence = min(pair[0] for pair in chosen)
+    speaks = lambda signature: {
+        quantity_of(alarm) for sign, alarm in first.items() if sign in _relevant(signature, signs)
+    }
+    joint = min(len(speaks(signature)) for _, signature in chosen)
+    fault, parts = faults[0], ()
     if len(faults) > 1:
         words.insert(0, "together: " + ", ".join(fault.value for fault in faults))
-        return Diagnosis(step, Fault.SEVERAL, confidence, tuple(words), *_place(places), faults)
-    return Diagnosis(step, ranked[0][1].fault, confidence, tuple(words), *_place(places))
+        fault, parts = Fault.SEVERAL, faults
+    return Diagnosis(step, fault, confidence, tuple(words), *_place(places), parts, joint)
 
 
 def _first_of_each_sign(alarms: Sequence[Alarm]) -> dict[str, Alarm]:

@@ -89,7 +89,7 @@ def calibrate(
         left_out,
         alarms,
         steps,
-        _upper_bound(sum(alarms)) * per,
+        poisson_bound(sum(alarms)) * per,
     )
 
 
@@ -106,8 +106,12 @@ def _steps(run: Run) -> int:
     return span
 
 
-def _upper_bound(count: int) -> float:
-    """95 % upper bound of a Poisson mean of which `count` events were seen, by bisection."""
+def poisson_bound(count: int) -> float:
+    """95 % upper bound of a Poisson mean of which `count` events were seen, by bisection.
+
+    >>> [round(poisson_bound(n), 2) for n in (0, 1, 3)]
+    [3.0, 4.74, 7.75]
+    """
     low, high = 0.0, 4.0 * count + 20.0
     for _ in range(60):
         middle = (low + high) / 2

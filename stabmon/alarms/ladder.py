@@ -77,6 +77,9 @@ class Policy:
         alarm_grade: During verification, this grade or a lower one is an alarm.
         batches: Steps to each side of an S0 whose batches are kept.
         msign: Whether attention numerics are first met by MSign on demand.
+        joint: Different quantities that must have alarmed for a diagnosis before the learning rate
+            is touched for it; one alone goes wrong in a healthy run too. Values that are not
+            finite, and the grade table, need no second.
         skip_data: Whether the steps between the checkpoint and the alarm are not trained on again.
 
     Raises:
@@ -93,8 +96,11 @@ class Policy:
     batches: int = 200
     msign: bool = False
     skip_data: bool = False
+    joint: int = 2
 
     def __post_init__(self):
+        if self.joint < 1:
+            raise ValueError(f"joint: expected at least 1 quantity, got {self.joint}")
         if min(self.watch, self.verify) < 1 or self.max_rollbacks < 0:
             raise ValueError(
                 f"expected watch and verify >= 1 steps and max_rollbacks >= 0, got {self.watch}, "
@@ -183,7 +189,7 @@ def transition(
         reason = f"healthy after {now.phase}: go on"
         actions.append(Action(Kind.RESUME, seen.step, reason, not policy.act))
         return replace(now, phase=Phase.RUNNING, since=None, kept=False), tuple(actions)
-    if (why := caution(seen)) is not None:
+    if (why := caution(policy, seen)) is not None:
         numerics = seen.diagnosis is not None and seen.diagnosis.fault is Fault.ATTENTION
         if policy.msign and numerics:
             actions.append(Action(Kind.MSIGN, seen.step, why, not policy.act))
@@ -207,17 +213,18 @@ def danger(policy: Policy, now: Standing, seen: Observation) -> str | None:
         low = seen.grade is not None and seen.grade <= policy.alarm_grade
         if low and seen.health is not Health.HEALTHY:
             return f"grade S{seen.grade} while verifying"
-        if caution(seen) is not None and seen.diagnosis is not None:
+        if caution(policy, seen) is not None and seen.diagnosis is not None:
             return f"{_named(seen.diagnosis)} while verifying"
     return None
 
 
-def caution(seen: Observation) -> str | None:
+def caution(policy: Policy, seen: Observation) -> str | None:
     """Why the learning rate is to be halved, None if it is not."""
     if seen.health is Health.CAUTION:
         return f"the rank ratio is low and falling (grade S{seen.grade})"
-    if seen.diagnosis is not None and seen.diagnosis.fault not in _HARMLESS:
-        return _named(seen.diagnosis)
+    found = seen.diagnosis
+    if found is not None and found.fault not in _HARMLESS and found.quantities >= policy.joint:
+        return _named(found)
     return None
 
 

@@ -129,6 +129,16 @@ SIGNATURES = (
             "router entropy up": 0.1,
         },
         {"rank": 0.1},
+        # Where the spectra went first, the load follows from what damaged the attention.
+        leads=(("expert load", "router margin"), SPECTRA),
+    ),
+    Signature(
+        # Without its balance loss a router sharpens faster, and nothing else moves.
+        Fault.BALANCE,
+        (("router entropy down",),),
+        0.55,
+        {"expert load": 0.1, "router margin": 0.1},
+        dict.fromkeys((*SPECTRA, "update size up"), 0.3) | {"rank": 0.1, "gradient norm up": 0.1},
     ),
     Signature(
         # A smaller batch: the noise of the gradient is there at once, and stays.
@@ -201,6 +211,7 @@ EXPLAINS = frozenset(
         (Fault.ATTENTION, Fault.DIRTY_BATCH),
         (Fault.NO_QK_NORM, Fault.REPEATED_DATA),
         (Fault.REPEATED_DATA, Fault.NO_QK_NORM),
+        (Fault.REPEATED_DATA, Fault.BALANCE),
         (Fault.LOW_RANK, Fault.NO_QK_NORM),
         (Fault.LOW_RANK, Fault.DIRTY_BATCH),
         (Fault.BALANCE, Fault.DIRTY_BATCH),

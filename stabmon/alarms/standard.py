@@ -13,11 +13,14 @@ from stabmon.alarms.grades import GradeWatch
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import AllHeads, Threshold
 from stabmon.alarms.reference import Reference
+from stabmon.alarms.shifts import Shift
 from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
 
 _SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
 _RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
+# A healthy run drifts: its router sharpens and its logits grow for thousands of steps.
+_WIDEN = 5.0
 _SYMPTOM = "symptoms/global/{}/value"
 
 
@@ -49,12 +52,11 @@ def standard_board(
             f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
         )
     twice, once = Patience(2, 0.5, cooldown), Patience(1, 0.5, cooldown)
-    thrice, fifth = Patience(3, 0.5, cooldown), Patience(5, 0.5, cooldown)
-
+    thrice = Patience(3, 0.5, cooldown)
     first = warmup + length
 
     def window(floor: float, ratchet: int = 0) -> HealthyWindow:
-        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet)
+        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet, widen=_WIDEN)
 
     entropy = "router/global/entropy/(mean|min)"
     load = "router/global/max_violation/mean"
@@ -66,11 +68,18 @@ def standard_board(
         "radial": Threshold("limit", _RADIAL, 0.05, twice, first),
         "spectra": RobustZ("z", _SPECTRA, window(0.03, 1), "down", 5.0, twice),
         "spectra drift": Cusum("drift", _SPECTRA, window(0.03, 1), "down", 20.0, patience=once),
-        # A router's entropy falls by a sixth in a healthy run: no drift detector for it.
+        # A router's entropy falls by a third in a healthy run: no drift detector for it, but one of
+        # a change of pace.
         "router": RobustZ("z", entropy, window(0.04, 1), "down", patience=twice),
+        "router course": Shift(
+            "shift", "router/global/entropy/mean", warmup, "down", 3.2, 40, 20, patience=once
+        ),
         "load": RobustZ("z", load, window(0.1), "up", patience=twice),
         "experts": RobustZ(
             "z", "router/global/effective_experts/mean", window(0.02), "down", patience=twice
+        ),
+        "experts course": Shift(
+            "shift", "router/global/effective_experts/mean", warmup, "down", patience=once
         ),
         "margin": RobustZ("z", "router/global/margin/mean", window(0.05), "up", patience=twice),
         "heads": AllHeads(window(0.02), patience=Patience(2, 0.75, cooldown)),
@@ -79,13 +88,18 @@ def standard_board(
         ),
         "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
         "grade": GradeWatch(first, patience=Patience(1, 0.5, cooldown)),
-        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=once),
-        "gradient level": Surge(
-            "shift", _SYMPTOM.format("grad_norm"), warmup, threshold=3.0, patience=fifth
+        # One batch of a healthy run can be six deviations off: more, or for longer.
+        "gradient spike": Surge(
+            "spike", _SYMPTOM.format("grad_norm"), warmup, threshold=10.0, patience=once
         ),
+        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=twice),
+        "gradient level": Shift("shift", _SYMPTOM.format("grad_norm"), warmup, patience=once),
         "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
+        "loss spike": Surge(
+            "spike", _SYMPTOM.format("loss"), warmup, threshold=10.0, patience=once
+        ),
         "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
-        "plunge": Surge("plunge", _SYMPTOM.format("loss"), warmup, "down", patience=thrice),
+        "plunge": Shift("plunge", _SYMPTOM.format("loss"), warmup, "down", 5.0, patience=once),
         "held out": RobustZ(
             "z", "evaluation/global/loss/value", window(0.02, -1), "up", patience=twice
         ),

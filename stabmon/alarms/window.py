@@ -47,6 +47,11 @@ class HealthyWindow:
     that a metric which improves while the run learns is judged by the best it has been, and a slow
     collapse is not absorbed.
 
+    A level learned in n steps says little about a step far away: what is healthy drifts as the run
+    learns. With `widen` the spread grows with the age of the level, by √(1 + age/(widen · n)): a
+    departure within the first few n steps is nearly as clear as at once, of a late one more is
+    asked. With a ratchet the age counts from when the run was last as good as its level.
+
     Attributes:
         first: First healthy step, after the warm-up.
         last: Last healthy step.
@@ -54,9 +59,10 @@ class HealthyWindow:
         floor: Smallest spread, as a fraction of the level.
         ratchet: +1: the level may rise, to a spread below the median of the last 8 samples;
             −1: it may fall likewise; 0: it stays.
+        widen: Lengths of the window after which the spread has grown by √2; infinite: never.
 
     Raises:
-        ValueError: The window ends before it begins, or `least` < 3.
+        ValueError: The window ends before it begins, `least` < 3, or `widen` is not positive.
     """
 
     first: int
@@ -64,9 +70,11 @@ class HealthyWindow:
     least: int = 12
     floor: float | int = 0.02
     ratchet: int = 0
+    widen: float | int = math.inf
     _samples: dict[str, list[float]] = field(default_factory=dict)
     _frozen: dict[str, tuple[float, float]] = field(default_factory=dict)
     _recent: dict[str, list[float]] = field(default_factory=dict)
+    _since: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         if self.last < self.first:
@@ -76,6 +84,8 @@ class HealthyWindow:
             )
         if self.least < 3:
             raise ValueError(f"healthy window: expected least >= 3 samples, got {self.least}")
+        if not self.widen > 0:
+            raise ValueError(f"healthy window: expected widen > 0, got {self.widen}")
 
     def level(self, key: str, step: int, value: float | int) -> tuple[float, float] | None:
         """Take a sample; level and spread to judge it by, None while they are being learned.
@@ -83,30 +93,41 @@ class HealthyWindow:
         A value that is not finite never enters.
         """
         if not math.isfinite(value):
-            return self._frozen.get(key)
+            return self._aged(key, step) if key in self._frozen else None
         if key in self._frozen:
-            before = self._frozen[key]
-            self._follow(key, value)
+            before = self._aged(key, step)
+            self._follow(key, step, value)
             return before
         samples = self._samples.setdefault(key, [])
         if step < self.first:
             return None
         if step > self.last and len(samples) >= self.least:
             self._frozen[key] = median_and_spread(samples, self.floor)
+            self._since[key] = int(step)
             self._samples.pop(key)
             return self.level(key, step, value)
         if len(samples) < MOST:
             samples.append(value)
         return None
 
-    def _follow(self, key: str, value: float) -> None:
+    def _aged(self, key: str, step: int) -> tuple[float, float]:
+        """The level, and its spread as wide as it has become."""
+        median, spread = self._frozen[key]
+        age = max(step - self._since[key], 0)
+        length = max(self.last - self.first, 1)
+        return median, spread * math.sqrt(1 + age / (self.widen * length))
+
+    def _follow(self, key: str, step: int, value: float) -> None:
         if not self.ratchet:
             return
         recent = [*self._recent.get(key, []), value][-RECENT:]
         self._recent[key] = recent
         median, spread = self._frozen[key]
         # A spread short of it: the best of many medians is a spread too good by chance.
-        near = float(np.median(recent)) - self.ratchet * spread
+        middle = float(np.median(recent))
+        near = middle - self.ratchet * spread
+        if len(recent) == RECENT and (middle - median) * self.ratchet >= 0:
+            self._since[key] = int(step)
         if len(recent) == RECENT and (near - median) * self.ratchet > 0:
             self._frozen[key] = (near, max(spread, self.floor * abs(near)))
 
@@ -116,6 +137,7 @@ class HealthyWindow:
             "samples": {key: list(x) for key, x in self._samples.items()},
             "frozen": {key: list(x) for key, x in self._frozen.items()},
             "recent": {key: list(x) for key, x in self._recent.items()},
+            "since": dict(self._since),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -123,3 +145,4 @@ class HealthyWindow:
         self._samples = {key: list(x) for key, x in state["samples"].items()}
         self._frozen = {key: (x[0], x[1]) for key, x in state["frozen"].items()}
         self._recent = {key: list(x) for key, x in state["recent"].items()}
+        self._since = dict(state["since"])

@@ -21,6 +21,7 @@ from stabmon.output.curves import Curve, Scale, draw
 from stabmon.output.ranking import grade_of, state_of
 from stabmon.output.tail import Follower
 from stabmon.output.terminal import printable, short
+from stabmon.output.verdict import named
 
 RATIO, GRADE = "activations/global/rank_ratio", "activations/global/grade"
 ENTROPY = "attention/global/entropy"
@@ -33,6 +34,7 @@ KEYS = (
 )
 _MEAN, _LOW = "cyan", "yellow"
 _STATES = {"healthy": "bold green", "caution": "bold yellow", "danger": "bold red"}
+_BARE = ("key", "fault", "action")
 _EVENTS = {"alarm": "bold red", "finished": "green"}
 
 
@@ -150,13 +152,17 @@ class Board:
         return line
 
     def _events(self, width: int, count: int) -> list[Text]:
-        """The last alarms and actions, newest first."""
+        """What was found and what was done last, then the other events, newest first."""
+        events = self._run.events
+        done = next((x for x in reversed(events) if x.get("kind") == "action"), None)
+        pinned = [x for x in (named(events), done) if x is not None][: count - 1]
+        others = [x for x in reversed(events) if not any(x is y for y in pinned)]
         lines = []
-        for event in self._run.events[: -count - 1 : -1]:
+        for event in (*pinned, *others[: count - len(pinned)]):
             kind = str(event.get("kind", "event"))
-            known = ("kind", "step", "time", "metrics_bytes", "rule")
+            known = ("kind", "step", "time", "metrics_bytes", "rule", "quantities")
             rest = [
-                str(value) if name == "key" else f"{name} {short(value)}"
+                str(value) if name in _BARE else f"{name} {short(value)}"
                 for name, value in event.items()
                 if name not in known
             ]

@@ -54,6 +54,9 @@ def learn_reference(runs: Sequence[Run], window: tuple[int, int] | None = None) 
             f"--reference: a spread needs at least two clean runs, got {len(runs)}; give more "
             "seeds, or a reference file"
         )
+    given = [(run.name, run.folder.resolve()) for run in runs]
+    if twice := {name for name, folder in given if given.count((name, folder)) > 1}:
+        raise ValueError(f"--reference: {', '.join(sorted(twice))} is given twice: no other seed")
     last = min(_last_step(run) for run in runs)
     window = window or (last // 20, 3 * last // 20)
     judged: dict[str, Judged] = {key: _judged(key) for key in _keys(runs).values()}

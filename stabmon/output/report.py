@@ -21,9 +21,9 @@ import numpy as np
 from stabmon.output.figures import layer_figure, line_figure, share_colors
 from stabmon.output.panels import Panel, default_panels, split_key
 from stabmon.output.runlog import Run, load_run
-from stabmon.output.sections import event_list, lead_table, legend, set_up
+from stabmon.output.sections import event_list, lead_table, legend, set_up, story_table
 from stabmon.output.styles import Style, styles
-from stabmon.output.verdict import alarm_table, default_verdict
+from stabmon.output.verdict import alarm_table, default_verdict, story
 
 _MAPS = 3
 _POLICY = (
@@ -84,6 +84,7 @@ def write_report(
         f'<header><p class="eyebrow">{escape(title)}</p>',
         f"<h1>{escape(verdict or default_verdict(loaded))}</h1>",
         f'<p class="facts">{escape(_facts(loaded, last))}</p></header><main>',
+        story_table(story(loaded)),
         lead_table(rows, loaded, last),
         f"<section><h2>Evidence</h2>{legend(drawn, chosen)}",
         f'<div class="grid">{"".join(cards) or _NOTHING}</div></section>',

@@ -23,7 +23,7 @@ HEADINGS = {
     "lead": "Lead over the loss",
 }
 _FOLDED = ("key", "lead_is_bound")  # shown within the cells of other columns
-_EVENTS = 200
+_EVENTS, _STORY = 200, 24
 
 
 def lead_table(rows: Sequence[Mapping[str, Any]], runs: Sequence[Run], last_step: int) -> str:
@@ -53,6 +53,29 @@ def lead_table(rows: Sequence[Mapping[str, Any]], runs: Sequence[Run], last_step
         f"<tbody>{body}</tbody></table>"
         f'<p class="note">Dot: first alarm. Bar: its lead over the loss. '
         f"Upright stroke: the fault sets in.</p></div>"
+    )
+
+
+def story_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns what was found and what was done, in order; the first rows if there are many.
+
+    Args:
+        rows: Rows of `verdict.story`.
+    """
+    if not rows:
+        return ""
+    columns = list(rows[0])
+    words = lambda key: "" if key == "step" else ' class="words"'
+    head = "".join(f'<th{words(key)} scope="col">{key}</th>' for key in columns)
+    body = "".join(
+        "<tr>" + "".join(f"<td{words(k)}>{escape(_text(row[k]))}</td>" for k in columns) + "</tr>"
+        for row in rows[:_STORY]
+    )
+    left_out = len(rows) - _STORY
+    note = f'<p class="note">and {left_out:,} more, in the record</p>' if left_out > 0 else ""
+    return (
+        f'<h2>What was found, what was done</h2><div class="card scroll"><table class="story">'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{note}</div>"
     )
 
 

@@ -1,14 +1,24 @@
-"""What the alarms of some runs amount to: the lead-time table and one sentence.
+"""What the alarms of some runs amount to: the lead-time table, the verdict, the story.
 
-What lives here: `alarm_table` and `default_verdict`, both from the events and faults that the runs
-themselves recorded. What does not: raising alarms (`stabmon.alarms`), HTML (`sections`).
+What lives here: `alarm_table`, `default_verdict` and `story`, all from the events and faults that
+the runs themselves recorded. What does not: raising alarms (`stabmon.alarms`), HTML (`sections`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stabmon.output.panels import default_panels, split_key
 from stabmon.output.runlog import Run
+
+_OTHERS = {
+    "symptoms/update_norm": "Norm of the update",
+    "symptoms/update_ratio": "Update over weight norm",
+    "symptoms/nonfinite": "Non-finite gradient leaves",
+    "router/max_violation": "Expert load, largest violation",
+    "router/margin": "Router margin",
+    "router/dead": "Dead experts",
+    "router/effective_experts": "Effective experts",
+}
 
 
 def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -37,7 +47,9 @@ def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
 
 
 def default_verdict(runs: Sequence[Run]) -> str:
-    """Returns a sentence on the earliest alarm: where, how long after the fault, before the loss.
+    """Returns what the run with the earliest alarm was found to have, and that alarm in a sentence.
+
+    Where it came from, how long after the fault, how long before the loss.
 
     Args:
         runs: Runs as they were read.
@@ -48,7 +60,10 @@ def default_verdict(runs: Sequence[Run]) -> str:
         return f"No alarm, although {', '.join(faulty)} had a fault." if faulty else "No alarm."
     step, name, run = min(alarms, key=lambda alarm: alarm[0])
     onset, loss = first_onset(run), _loss_alarm(_first_alarms(run))
-    text = f"{run.name}: first alarm at step {step:,} from {_titles(runs).get(name, name)}"
+    found = named(run.events)
+    text = f"{run.name}: " if found is None else f"{run.name}: {_finding(found)}. "
+    text += "first" if found is None else "First"
+    text += f" alarm at step {step:,} from {_titles(runs).get(name, name)}"
     if onset is not None:
         side = "after" if step >= onset else "before"
         text += f", {abs(step - onset):,} steps {side} the fault set in"
@@ -57,6 +72,69 @@ def default_verdict(runs: Sequence[Run]) -> str:
     elif loss is None:
         text += "; the loss raised none"
     return f"{text}."
+
+
+def named(events: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Returns the diagnosis in force, None without one: the last, unless a rewind undid it.
+
+    One that says "unknown" counts where it is all there is.
+
+    Args:
+        events: A run's events, in order.
+    """
+    found = None
+    for event in events:
+        if event.get("kind") == "rewind":
+            found = None
+        elif event.get("kind") == "diagnosis" and (
+            found is None or event.get("fault") != "unknown"
+        ):
+            found = event
+    return found
+
+
+def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
+    """Returns what the runs were found to have and what was done, run by run, in order.
+
+    Columns: `step`, `run` (only of several), `what`, and `why`: the strongest evidence for a
+    diagnosis, the reason of an action.
+
+    Args:
+        runs: Runs as they were read.
+    """
+    rows = []
+    for run in runs:
+        for event in run.events:
+            kind, step = event.get("kind"), event.get("step")
+            if kind == "diagnosis":
+                what, why = _finding(event), event.get("evidence") or ("",)
+                why = why[0] if isinstance(why, list | tuple) else why
+            elif kind == "action":
+                advice = "advised: " if event.get("dry") else ""
+                amount = "".join(
+                    f" {word} {event[field]}"
+                    for field, word in (("scale", "to"), ("target", "to step"))
+                    if field in event
+                )
+                what, why = f"{advice}{event.get('action', 'action')}{amount}", event.get("reason")
+            elif kind in ("rewind", "stopped"):
+                what, why = str(kind), ""
+            else:
+                continue
+            rows.append({"step": step, "run": run.name, "what": what, "why": str(why or "")})
+    several = len({row["run"] for row in rows}) > 1
+    return [row if several else {k: v for k, v in row.items() if k != "run"} for row in rows]
+
+
+def _finding(event: Mapping[str, Any]) -> str:
+    """A diagnosis in words: fault, where, how sure."""
+    where = "".join(
+        f", {name} {event[name]}" for name in ("layer", "head") if event.get(name) is not None
+    )
+    parts = ", ".join(str(x) for x in event.get("parts", ()))
+    sure = event.get("confidence")
+    sure = f", confidence {sure:.2f}" if isinstance(sure, int | float) else ""
+    return f"{event.get('fault', 'unknown')}{f' ({parts})' if parts else ''}{where}{sure}"
 
 
 def first_onset(run: Run) -> int | None:
@@ -70,9 +148,9 @@ def first_onset(run: Run) -> int | None:
 
 
 def _titles(runs: Sequence[Run]) -> dict[str, str]:
-    """What a person calls the quantities that the report shows."""
+    """What a person calls the quantities that the report shows, and some that it does not."""
     shown = [(split_key(panel.mean_key), panel.title) for panel in default_panels(runs)]
-    return {key.quantity: title for key, title in shown if key is not None}
+    return _OTHERS | {key.quantity: title for key, title in shown if key is not None}
 
 
 def _first_alarms(run: Run) -> dict[str, int]:

@@ -45,7 +45,7 @@ def tiny(folder, **changes):
         checkpoint_every=10,
         quiet=True,
         act=True,
-        alarms=AlarmConfig(watch=10, verify=15, dwell=5),
+        alarms=AlarmConfig(watch=10, verify=15, dwell=5, joint=1),
     )
     return dataclasses.replace(settings, **changes)
 
@@ -185,7 +185,9 @@ def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board
 
 def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board):
     advised = tiny(
-        tmp_path / "a", act=False, alarms=AlarmConfig(on=True, watch=10, verify=15, dwell=5)
+        tmp_path / "a",
+        act=False,
+        alarms=AlarmConfig(on=True, watch=10, verify=15, dwell=5, joint=1),
     )
     plain = tiny(tmp_path / "b", act=False, alarms=AlarmConfig())
     losses = [train(config).loss for config in (advised, plain)]
@@ -197,12 +199,12 @@ def test_without_act_it_only_advises_and_the_run_is_the_same_run(tmp_path, board
 
 
 def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
-    alarms = AlarmConfig(on=True, watch=10, verify=15, dwell=5)
+    alarms = AlarmConfig(on=True, watch=10, verify=15, dwell=5, joint=1)
     config = tiny(tmp_path, act=False, alarms=alarms, checkpoint_every=0)
     train(config)
     run = load_run(config.runs / "tiny")
     said = [{k: v for k, v in x.items() if k != "time"} for x in run.events]
-    policy = acting.Policy(watch=10, verify=15)
+    policy = acting.Policy(watch=10, verify=15, joint=1)
     watcher = acting.Watcher(limited()(), acting.Recovery(policy, acting.CheckpointLedger(5)))
     assert replay_events(run, watcher) == said[:-1]
     assert {x["kind"] for x in said} == {"alarm", "diagnosis", "action", "finished"}
@@ -210,7 +212,9 @@ def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
 
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
     monkeypatch.setattr(acting, "standard_board", limited(1e-6))
-    config = tiny(tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, max_rollbacks=1))
+    config = tiny(
+        tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, joint=1, max_rollbacks=1)
+    )
     result = train(config)
     assert result.code == EXIT_UNRECOVERED
     assert result.step < 40
@@ -242,7 +246,7 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
 
 
 def test_skipped_data_are_not_fed_again(tmp_path, board):
-    skipping = AlarmConfig(watch=10, verify=15, dwell=5, skip_data=True)
+    skipping = AlarmConfig(watch=10, verify=15, dwell=5, joint=1, skip_data=True)
     config = tiny(tmp_path, alarms=skipping)
     train(config)
     notes = Checkpoints(config.runs / "tiny" / "checkpoints").notes(40)

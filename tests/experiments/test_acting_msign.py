@@ -10,16 +10,15 @@ from experiments.checkpoints import TrainState
 from models.config import GPTConfig
 from models.gpt import init_params
 from stabmon.alarms.ladder import Action, Kind
+from stabmon.alarms.watcher import Seen
 
 
 def acting(dry):
     """An `Acting` whose ladder asks for MSign at step 10."""
-    board = SimpleNamespace(
-        update=lambda step, values: [], recent=[], grade=7, healthy=True, health=None
-    )
-    asks = lambda step, *_, **__: [Action(Kind.MSIGN, step, "attention", dry)] if step == 10 else []
+    wanted = (Action(Kind.MSIGN, 10, "attention", dry),)
+    observe = lambda step, values: Seen(step, actions=wanted if step == 10 else ())
     log = SimpleNamespace(event=lambda *_, **__: None)
-    return Acting(None, log, None, board, SimpleNamespace(update=asks))
+    return Acting(None, log, None, SimpleNamespace(observe=observe))
 
 
 def test_attention_matrices_get_their_sign_and_nothing_else_changes():

@@ -1,6 +1,7 @@
 """The training loop: interrupted or not, a run is the same run."""
 
 import dataclasses
+import errno
 import json
 import os
 import signal
@@ -19,7 +20,7 @@ from experiments.step import MonitorConfig, MsignConfig, OptimizerConfig, make_s
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.alarms.reference import Band, Reference
-from stabmon.output.runlog import load_run, read_jsonl
+from stabmon.output.runlog import RunLog, load_run, read_jsonl
 
 ROOT = Path(__file__).parents[2]
 MODEL = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
@@ -131,6 +132,41 @@ def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(whole, tmp_
 
 def one_device():
     return {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "8"}
+
+
+@pytest.mark.parametrize("part", ["params", "meta"])
+def test_a_checkpoint_that_was_cut_short_is_named_and_an_earlier_one_serves(whole, tmp_path, part):
+    config = tiny(tmp_path)
+    train(config)
+    folder = tmp_path / "tiny" / "checkpoints"
+    for path in (folder / "40" / part).rglob("*"):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+    longer = dataclasses.replace(config, resume=True)
+    with pytest.raises(ValueError, match=r"40 cannot be read.*move it away to go on from step 30"):
+        train(longer)
+    (folder / "40").rename(tmp_path / "aside")
+    assert train(longer).loss == whole[1].loss
+    jax.tree.map(np.testing.assert_array_equal, final_state(config), final_state(whole[0]))
+
+
+def test_a_full_disk_stops_the_run_and_it_resumes_to_the_same_end(whole, tmp_path, monkeypatch):
+    config = tiny(tmp_path)
+    with monkeypatch.context() as patch:
+        append = RunLog.sample
+
+        def full(log, step, values, **more):
+            if step == 25:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "metrics.jsonl")
+            append(log, step, values, **more)
+
+        patch.setattr(RunLog, "sample", full)
+        with pytest.raises(OSError, match="No space left on device"):
+            train(config)
+    assert max(row["step"] for row in read_jsonl(tmp_path / "tiny" / "metrics.jsonl")) == 20
+    assert train(dataclasses.replace(config, resume=True)).loss == whole[1].loss
+    runs = [load_run(c.runs / "tiny").metrics for c in (config, whole[0])]
+    jax.tree.map(np.testing.assert_array_equal, *runs)
 
 
 def test_another_configuration_in_the_folder_is_refused_and_nothing_overwritten(whole):

@@ -54,6 +54,20 @@ def test_rank_prints_checkpoints_best_first(runs, capsys):
     assert ranked[1]["state"] == "caution"
 
 
+def test_replay_says_what_the_standard_alarms_say(runs, capsys):
+    folders = [str(runs / "clean"), str(runs / "faulty")]
+    assert main(["replay", *folders]) == 0
+    text = capsys.readouterr().out
+    assert "No alarm in " + folders[0] in text.replace("\n", "")
+    assert "attention numerics (confidence" in text
+    assert main(["replay", *folders, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found[folders[0]] == []
+    assert found[folders[1]][0]["kind"] == "alarm"
+    assert min(x["step"] for x in found[folders[1]]) >= 300
+    assert main(["replay", *folders, "--window", "0"]) == 2
+
+
 def test_report_is_written_where_it_is_asked_for(runs, capsys, tmp_path):
     out = tmp_path / "page.html"
     assert main(["report", str(runs / "clean"), str(runs / "faulty"), "--out", str(out)]) == 0

@@ -41,6 +41,7 @@ CASES = {
         [down(DELTA2), down(QUERY), up(LOGIT), down(ENTROPY, 800), up(GRADIENT, 900)],
         [down(DELTA2), down(QUERY), down(ROUTER, 900)],  # the router follows much later
         [down(DELTA2), down(QUERY), up(UPDATE, 900), up(LOSS, 900)],
+        [down(DELTA2), down(QUERY), up(LOAD, 900), up(MARGIN, 900)],  # so does the load
     ],
     Fault.LEARNING_RATE: [
         [down(ROUTER, 500), down(DELTA2)],
@@ -60,6 +61,7 @@ CASES = {
         [up(MARGIN)],
         [up(LOAD), up(MARGIN), up(ROUTER)],
         [up(GRADIENT, 540, "shift")],
+        [down(ROUTER, rule="shift")],
         [up(GRADIENT, 540, "shift"), down(DELTA2, 850), down(QUERY, 860)],
     ],
     Fault.NO_QK_NORM: [[down(ENTROPY, rule="all heads"), up(LOGIT)]],
@@ -161,3 +163,13 @@ def test_the_parts_of_several_are_listed():
     diagnosis = diagnose(700, CASES[Fault.SEVERAL][0])
     assert set(diagnosis.parts) == {Fault.ATTENTION, Fault.LEARNING_RATE}
     assert diagnosis.evidence[0].startswith("together: ")
+
+
+def test_the_quantities_that_speak_for_a_diagnosis_are_counted():
+    assert diagnose(620, [up(LOAD)]).quantities == 1
+    assert diagnose(620, [up(LOAD), up(LOAD, 610)]).quantities == 1
+    assert diagnose(620, [up(LOAD), up(MARGIN)]).quantities == 2
+    assert diagnose(620, [up(LOAD), up(RANK)]).quantities == 1  # it speaks against it
+    several = [up(UPDATE, 500), down(DELTA2), up(RADIAL, 650)]
+    assert diagnose(660, several).quantities == 2
+    assert diagnose(620, [up(LOAD)]).event()["quantities"] == 1

@@ -12,6 +12,7 @@ from stabmon.alarms.deviations import Cusum, RobustZ
 from stabmon.alarms.grades import GradeWatch
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import AllHeads, Threshold
+from stabmon.alarms.shifts import Shift
 from stabmon.alarms.standard import standard_board
 from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
@@ -24,6 +25,7 @@ BUILD = {
     "ratchet": (lambda: RobustZ("z", "m", HealthyWindow(50, 150, ratchet=1), "down"), "m"),
     "drift": (lambda: Cusum("drift", "m", HealthyWindow(50, 150), "up", patience=QUICK), "m"),
     "surge": (lambda: Surge("surge", "m", first=20, settle=8, patience=QUICK), "m"),
+    "shift": (lambda: Shift("shift", "m", 20, "up", 6.0, 16, 5, patience=QUICK), "m"),
     "threshold": (lambda: Threshold("limit", "m", 3.0, patience=QUICK), "m"),
     "heads": (lambda: AllHeads(HealthyWindow(50, 150), patience=QUICK), ENTROPY),
     "grade": (lambda: GradeWatch(20, patience=QUICK), RANK),

@@ -23,8 +23,8 @@ from stabmon.alarms.signatures import Fault
 ALARM = [Alarm(0, "z", "m", 0.3, 1.0, -9.0)]
 
 
-def named(fault):
-    return Diagnosis(0, fault, 0.8, ("seen",))
+def named(fault, quantities=2):
+    return Diagnosis(0, fault, 0.8, ("seen",), quantities=quantities)
 
 
 class Run:
@@ -77,6 +77,17 @@ def test_a_named_fault_halves_the_learning_rate_and_is_watched(fault):
     run.sick(1200).go(1300)
     assert run.done[-1] == (1210, Kind.RESUME)
     assert (run.recovery.phase, run.recovery.standing.scale) == (Phase.RUNNING, 0.5)
+
+
+def test_a_single_quantity_is_not_acted_on_until_another_speaks():
+    run = Run().go(1000).go(1010, ALARM, diagnosis=named(Fault.BALANCE, 1))
+    assert (run.done, run.recovery.phase) == ([], Phase.RUNNING)
+    run.go(1020, ALARM, diagnosis=named(Fault.BALANCE, 2))
+    assert run.done == [(1020, Kind.SCALE_LEARNING_RATE)]
+    alone = Run(joint=1).go(1000).go(1010, ALARM, diagnosis=named(Fault.BALANCE, 1))
+    assert alone.done == [(1010, Kind.SCALE_LEARNING_RATE)]
+    with pytest.raises(ValueError, match="joint: expected at least 1 quantity, got 0"):
+        Policy(joint=0)
 
 
 def test_caution_by_the_grade_table_halves_too():

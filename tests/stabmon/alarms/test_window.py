@@ -55,11 +55,22 @@ def test_the_level_stays_without_a_ratchet_and_follows_one_way_with_it():
     assert down == (pytest.approx(0.52), pytest.approx(0.02))
 
 
+def test_the_spread_widens_with_the_age_of_the_level_from_the_ratchet_on():
+    values = [1.0] * 12 + [2.0] * 9
+    fixed = levels(HealthyWindow(0, 200, 3, widen=2.0), values)
+    assert fixed[11] == (1.0, pytest.approx(0.02))  # frozen at step 220
+    assert fixed[20] == (1.0, pytest.approx(0.02 * math.sqrt(1 + (400 - 220) / 400)))
+    young = levels(HealthyWindow(0, 200, 3, ratchet=1, widen=2.0), values)
+    assert young[20] == (pytest.approx(1.98), pytest.approx(0.02 * 1.98 * math.sqrt(1 + 20 / 400)))
+
+
 def test_a_window_without_length_is_refused():
     with pytest.raises(ValueError, match="expected first <= last, got 300 and 200"):
         HealthyWindow(300, 200)
     with pytest.raises(ValueError, match="least >= 3 samples, got 2"):
         HealthyWindow(0, 10, least=2)
+    with pytest.raises(ValueError, match="expected widen > 0, got 0"):
+        HealthyWindow(0, 10, widen=0)
 
 
 def recorded(values):

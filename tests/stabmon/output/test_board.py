@@ -66,6 +66,20 @@ def test_the_four_are_shown_with_where_it_is_worst(folder):
         assert words in text
 
 
+def test_what_was_found_and_done_stays_however_many_alarms_follow(folder):
+    with RunLog.open(folder, {}, resume=True) as log:
+        log.event("diagnosis", 910, fault="learning rate", confidence=0.6)
+        log.event("action", 910, action="scale learning rate", scale=0.5, dry=True)
+        for step in range(911, 930):
+            log.event("alarm", step, rule="z", key=f"{RATIO}/min", value=0.4, z=-6.0)
+    lines = shown(folder, color_system=None).splitlines()
+    assert lines[-6] == "diagnosis 910: learning rate  confidence 0.6"
+    assert lines[-5] == "action 910: scale learning rate  scale 0.5  dry 1"
+    assert [line.split(":")[0] for line in lines[-4:]] == [
+        f"alarm {x}" for x in range(929, 925, -1)
+    ]
+
+
 def test_text_of_a_run_is_shown_and_not_obeyed(folder):
     with RunLog.open(folder, {}, resume=True) as log:
         log.event("\x1b[3J", 960, key="\x1b[4J")

@@ -51,6 +51,11 @@ def test_one_clean_run_is_too_few(runs):
         learn_reference(runs[:1])
 
 
+def test_one_clean_run_given_twice_is_refused(runs):
+    with pytest.raises(ValueError, match="--reference: clean0 is given twice"):
+        learn_reference([runs[0], runs[1], runs[0]])
+
+
 def test_a_run_does_not_judge_itself(runs):
     with pytest.raises(ValueError, match="run clean0 is in the reference: it would judge itself"):
         compare(runs[:1], learn_reference(runs[:2]))

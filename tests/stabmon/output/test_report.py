@@ -107,6 +107,8 @@ def test_nothing_that_a_run_wrote_is_executed(tmp_path):
         log.sample(2, {key: 1.0, key.replace("global", "layer_00"): 2.0})
         log.event("alarm", 1, rule=EVIL, key=key, value=EVIL)
         log.event(EVIL, 2)
+        log.event("diagnosis", 2, fault=EVIL, confidence=EVIL, evidence=[EVIL], parts=[EVIL])
+        log.event("action", 2, action=EVIL, reason=EVIL, scale=EVIL, dry=False)
     run = replace(load_run(tmp_path / "run"), name=EVIL)
     table, panels = [{"monitor": EVIL, EVIL: EVIL}], [Panel(EVIL, key, worst_key=key, unit=EVIL)]
     given = {"title": EVIL, "verdict": EVIL, "table": table, "panels": panels}

@@ -3,9 +3,11 @@
 import ast
 import json
 import math
+import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -211,6 +213,33 @@ def test_a_write_error_names_the_file(tmp_path, monkeypatch):
         with pytest.raises(OSError, match=r"No space left.*not written.*metrics.jsonl"):
             log.sample(1, {KEY: 1.0})
         assert log.last_step == -1
+
+
+@pytest.fixture
+def read_only():
+    """A folder in which this process may not write; root may write anywhere, hence not as root."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with RunLog.open(folder / "old", CONFIG) as log:
+            log.sample(1, {KEY: 1.0})
+        root = os.geteuid() == 0
+        for path in (folder, folder / "old"):
+            path.chmod(0o555)
+        if root:
+            os.seteuid(65534)
+        yield folder
+        if root:
+            os.seteuid(0)
+        for path in (folder, folder / "old"):
+            path.chmod(0o755)
+
+
+def test_a_read_only_folder_is_named_and_can_be_read(read_only):
+    with pytest.raises(PermissionError, match="new"):
+        RunLog.open(read_only / "new", CONFIG)
+    with pytest.raises(PermissionError, match=r"old/(metrics|events|faults|config)"):
+        RunLog.open(read_only / "old", CONFIG, resume=True)
+    assert load_run(read_only / "old").metrics[KEY][1].tolist() == [1.0]
 
 
 def test_lines_that_are_no_samples_are_skipped_with_a_warning(tmp_path):

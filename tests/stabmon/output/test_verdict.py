@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stabmon.output.runlog import Run, load_run
-from stabmon.output.verdict import alarm_table, default_verdict
+from stabmon.output.verdict import alarm_table, default_verdict, named, story
 
 
 def made(name="r", alarms=(), faults=()):
@@ -62,3 +62,53 @@ def test_the_verdict_says_when_the_loss_was_silent_or_the_alarm_came_too_soon():
 def test_the_verdict_without_alarms_depends_on_the_faults():
     assert default_verdict([made()]) == "No alarm."
     assert default_verdict([made(faults=FAULT)]) == "No alarm, although r had a fault."
+
+
+def found(fault, step, **more):
+    return {"kind": "diagnosis", "step": step, "fault": fault, "confidence": 0.8} | more
+
+
+ACTIONS = (
+    found("unknown", 600, evidence=[]),
+    found("attention numerics", 700, layer=3, head=1, evidence=["Δ2 went down", "so did ΔW"]),
+    {"kind": "action", "step": 700, "action": "scale learning rate", "scale": 0.5, "dry": True}
+    | {"reason": "attention numerics"},
+    {"kind": "action", "step": 800, "action": "roll back", "target": 400, "dry": False},
+    {"kind": "rewind", "step": 400},
+)
+
+
+def test_the_diagnosis_in_force_is_the_last_that_no_rewind_undid():
+    assert named(ACTIONS[:1]) == ACTIONS[0]
+    assert named(ACTIONS[:4]) == ACTIONS[1]
+    assert named((*ACTIONS[:2], found("unknown", 900))) == ACTIONS[1]
+    assert named(ACTIONS) is None
+
+
+def test_the_verdict_opens_with_what_it_is():
+    alarm = {"kind": "alarm", "key": DELTA[0], "step": 680}
+    run = Run("r", Path("r"), {}, {}, (alarm, *ACTIONS[:2]), ())
+    assert default_verdict([run]) == (
+        "r: attention numerics, layer 3, head 1, confidence 0.80. First alarm at step 680 from "
+        "delta50/delta2/modes; the loss raised none."
+    )
+
+
+def test_the_story_has_diagnoses_and_actions_in_order_with_their_reasons():
+    run = Run("r", Path("r"), {}, {}, ACTIONS, ())
+    assert [(row["step"], row["what"], row["why"]) for row in story([run])] == [
+        (600, "unknown, confidence 0.80", ""),
+        (700, "attention numerics, layer 3, head 1, confidence 0.80", "Δ2 went down"),
+        (700, "advised: scale learning rate to 0.5", "attention numerics"),
+        (800, "roll back to step 400", ""),
+        (400, "rewind", ""),
+    ]
+    other = Run("s", Path("s"), {}, {}, ACTIONS[:1], ())
+    assert [row["run"] for row in story([run, other])] == ["r"] * 5 + ["s"]
+    assert "run" not in story([run])[0]
+
+
+def test_several_faults_are_all_named():
+    parts = ["attention numerics", "learning rate"]
+    (row,) = story([Run("r", Path("r"), {}, {}, (found("several at once", 9, parts=parts),), ())])
+    assert row["what"] == ("several at once (attention numerics, learning rate), confidence 0.80")

@@ -1,7 +1,9 @@
 """Each sink gets what was written; a missing library is named with the extra that brings it."""
 
 import math
+import os
 import struct
+import subprocess
 import sys
 import types
 import urllib.request
@@ -118,6 +120,29 @@ def test_wandb_begins_with_the_first_sample_and_ends_with_close(wandb_calls):
     writer.close()
     settings = {"project": "p", "mode": "offline"}
     assert wandb_calls == [settings, (10, {LOSS: 2.0}), (20, {LOSS: 1.5}), "end"]
+
+
+def test_the_real_wandb_writes_offline_and_asks_for_no_account(tmp_path):
+    pytest.importorskip("wandb", reason="needs stabmon[wandb]")
+    # It writes to the end only when its process does.
+    script = (
+        "from stabmon.output.fanout import guarded\n"
+        "from stabmon.output.writers import WandbWriter\n"
+        f"sink = guarded(WandbWriter(mode='offline', dir={str(tmp_path)!r}), patience=60.0)\n"
+        f"for step in (10, 20): sink.write(step, {{{LOSS!r}: step / 8}})\n"
+        "sink.close()\n"
+        "print(sink.lost)"
+    )
+    settings = {"HOME": str(tmp_path), "WANDB_SILENT": "true"}
+    env = {k: v for k, v in os.environ.items() if k != "WANDB_API_KEY"} | settings
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == "0"
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    assert LOSS.encode() in content
+    assert b"1.25" in content
+    assert b"2.5" in content
 
 
 def test_wandb_that_never_began_does_not_end(wandb_calls):

@@ -1,0 +1,73 @@
+"""`stabmon replay`: the standard alarms on recorded runs, as tables or JSON.
+
+What lives here: reading the runs and printing. What does not: the replay (`stabmon.alarms.replay`).
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.replay import replay_events
+from stabmon.alarms.standard import standard_board
+from stabmon.alarms.watcher import Watcher
+from stabmon.output.jsonl import plain
+from stabmon.output.runlog import load_run
+from stabmon.output.terminal import show_json, table
+
+
+def replay_runs(
+    folders: Sequence[Path], warmup: int = 100, window: int = 200
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns {name of the run: alarms, diagnoses and advice in order}.
+
+    Args:
+        folders: Folders of runs.
+        warmup: Steps of learning-rate warm-up, which are not judged.
+        window: Steps of the healthy window after it.
+
+    Raises:
+        FileNotFoundError: A folder is not a run.
+        ValueError: A negative warm-up, or no window.
+    """
+    board = lambda: standard_board(warmup, window)
+    return {
+        str(folder): replay_events(load_run(folder), Watcher(board(), Recovery()))
+        for folder in folders
+    }
+
+
+def show_replay(
+    console: Console, found: Mapping[str, Sequence[Mapping[str, Any]]], as_json: bool = False
+) -> None:
+    """Prints it.
+
+    Args:
+        console: Where to.
+        found: As of `replay_runs`.
+        as_json: JSON instead of tables.
+    """
+    if as_json:
+        show_json(console, plain(found))
+        return
+    columns = ("step", "event", "what", "value", "expected", "z")
+    for name, rows in found.items():
+        if not rows:
+            console.print(f"No alarm in {name}.", markup=False, highlight=False)
+            continue
+        lines = [
+            (x["step"], x["kind"], _what(x), *(x.get(k) for k in ("value", "reference", "z")))
+            for x in rows
+        ]
+        console.print(table(f"What the standard alarms say of {name}", lines, columns, words=3))
+
+
+def _what(row: Mapping[str, Any]) -> str:
+    """An event in a few words."""
+    if row["kind"] == "diagnosis":
+        return f"{row['fault']} (confidence {row['confidence']:.2f})"
+    if row["kind"] == "action":
+        return f"{row['action']}: {row['reason']}"
+    return f"{row['rule']}: {row['key']}"
