@@ -16,7 +16,7 @@ from experiments.train import HELD_OUT
 from stabmon.alarms.board import LOSS
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.lead import replay
-from stabmon.alarms.reference import Reference, learn
+from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.standard import standard_board
 from stabmon.output.runlog import Run
 from stabmon.readings import BRIEF
@@ -65,7 +65,8 @@ def judge(run: Run, healthy: Sequence[Run], matched: Run | None, how: Judge) -> 
         how: Onset and windows.
     """
     spectra = how.spectra
-    kinds = {**dict.fromkeys(spectra.values(), "reference"), **dict(MONITORS.values())}
+    kinds: dict[str, Judged] = dict.fromkeys(spectra.values(), "reference")
+    kinds |= dict(MONITORS.values())
     reference = learn(healthy, kinds, how.window)
     alarms = {key: alarm.step for key, alarm in replay(run, BandDetector(reference)).items()}
     scores = {name: _scores(run, reference, key) for name, key in spectra.items()}
