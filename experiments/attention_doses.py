@@ -48,7 +48,7 @@ class Arm:
         model: What tells the model from the base, by field of `GPTConfig`.
         rounding: As in `AttentionFault`.
         layers: Layers with the fault; None: all.
-        steps: Length: well after the loss's alarm, or as long as a clean run.
+        steps: Length: beyond the loss's alarm where that comes, for the least time.
     """
 
     bits: tuple[int, int] | None = None
@@ -68,14 +68,14 @@ BASE = {
     "clean": Arm(),
     "7/0": Arm((7, 0)),
     "6/0": Arm((6, 0)),
-    "7/7": Arm((7, 7), steps=1000),
-    "6/6": Arm((6, 6), steps=1200),
-    "0/0": Arm((0, 0), steps=1200),
-    "7/0 to nearest": Arm((7, 0), rounding="nearest"),
-    "7/0 in the last layer": Arm((7, 0), layers=(1,)),
+    "7/7": Arm((7, 7), steps=900),
+    "6/6": Arm((6, 6), steps=1000),
+    "0/0": Arm((0, 0), steps=1000),
+    "7/0 to nearest": Arm((7, 0), rounding="nearest", steps=1400),
+    "7/0 in the last layer": Arm((7, 0), layers=(1,), steps=1400),
 }
 VARIANTS = {
-    arm: Arm(bits, model, steps=1200)
+    arm: Arm(bits, model, steps=1000)
     for name, model in MODELS.items()
     for arm, bits in ((f"clean, {name}", None), (f"7/0, {name}", (7, 0)))
 }
