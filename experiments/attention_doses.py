@@ -178,10 +178,24 @@ def train_config(config: Config, arm: str, seed: int) -> TrainConfig:
 
 
 def settings_of(config: Config, arm: str, seed: int) -> Row:
-    """What a row was measured with: the run's settings, and whom it is judged by."""
-    judged_by = [s for s in seeds_of(config, clean_arm(arm)) if s != seed]
-    held = {"judged_by": judged_by, "window": config.window}
-    return asdict(replace(train_config(config, arm, seed), runs=Path())) | held
+    """What a row was measured with: what tells the run from a default one, and its judges."""
+    it, run = ARMS[arm], train_config(config, arm, seed)
+    usual = asdict(GPTConfig())
+    return {
+        "seed": seed,
+        "steps": run.steps,
+        "learning_rate": config.learning_rate,
+        "onset": config.onset,
+        "bits": it.bits,
+        "rounding": it.rounding,
+        "faulty_layers": it.layers,
+        "model": {k: v for k, v in asdict(run.model).items() if v != usual[k]},
+        "layers": run.model.layers,
+        "lags": LAGS,
+        "every": EVERY,
+        "judged_by": [s for s in seeds_of(config, clean_arm(arm)) if s != seed],
+        "window": config.window,
+    }
 
 
 def run_one(config: Config, arm: str, seed: int) -> Run:

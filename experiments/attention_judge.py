@@ -73,13 +73,14 @@ def judge(run: Run, healthy: Sequence[Run], matched: Run | None, how: Judge) -> 
     steps, loss = run.metrics[HELD_OUT]
     found = {
         "firsts": {name: alarms.get(key) for name, (key, _) in MONITORS.items()},
+        # First alarm, median z after the onset, samples beyond |z| = 5, and all samples.
         "spectra": {
-            name: {
-                "first": alarms.get(key),
-                "z": _round(np.median(_between(*scores[name], how.onset + 200, how.onset + 600))),
-                "beyond": int((np.abs(scores[name][1]) > 5).sum()),
-                "samples": len(scores[name][1]),
-            }
+            name: [
+                alarms.get(key),
+                _round(np.median(_between(*scores[name], how.onset + 200, how.onset + 600))),
+                int((np.abs(scores[name][1]) > 5).sum()),
+                len(scores[name][1]),
+            ]
             for name, key in spectra.items()
         },
         "default": _default(run, how),

@@ -23,8 +23,8 @@ def tables(rows: list[Row]) -> str:
     """Doses and models, first alarms by monitor, the sensitivity of Δ2, false alarms."""
     faulty, clean = _split(rows)
     parts = [
-        "Steps after the onset, by seed; `never` is never before the run's end, and `>` a lead "
-        f"over what never alarmed. Of {_count(rows)}.\n",
+        f'{_count(rows)}. Steps after the onset, by seed; "never" is never before the run\'s end, '
+        '">" a lead over what never alarmed:\n',
         *_arms_table(faulty),
         f"\nFirst alarm, median (range) over seeds, in steps of the run; onset {_onset(rows)}:\n",
         *_monitors_table(faulty),
@@ -40,24 +40,24 @@ def tables(rows: list[Row]) -> str:
 
 
 def headline(rows: list[Row]) -> str:
-    """Lead in the main and the mild configuration, false alarms of the default settings."""
+    """Leads in the main and the mild configuration, false alarms of the default settings."""
     faulty, clean = _split(rows)
-    leads, ahead, shares = [], [], [0.0]
+    ahead: list[bool] = []
+    shares: list[float] = []
     for arm in (MAIN, MILD):
         of = [row for row in faulty if row["arm"] == arm]
         if not of:
             return f"partly: {arm} was not run"
         ahead += [_lead(row, x)[0] > 0 for row in of for x in ("gradient norm", *LOSSES)]
-        shares = [100 * _lead(row, LOSSES[0])[0] / row["steps"] for row in of]
-        spread = f"{median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f})"
-        leads.append(f"{spread} of the run at {arm}")
+        shares = [100 * _default_lead(row)[0] / row["steps"] for row in of]
     count, steps = _default_alarms(clean)
     rate = 10_000 * count / steps
     good = all(ahead) and min(shares) >= 100 * MILD_LEAD and rate <= RATE
     return (
-        f"{'reproduces' if good else 'partly'}: Δ2 leads the held-out loss by {', '.join(leads)}; "
-        f"it is first in {sum(ahead)} of {len(ahead)} comparisons with loss and gradient norm; "
-        f"default alarms: {count} false in {steps:,} clean steps, {rate:.1f} per 10,000"
+        f"{'reproduces' if good else 'partly'}: default alarms come {median(shares):.0f} % "
+        f"({min(shares):.0f} to {max(shares):.0f}) of the run before the loss's at {MILD}; false "
+        f"ones in {steps:,} clean steps: {count}; against clean runs Δ2 is ahead of gradient norm "
+        f"and losses in {sum(ahead)} of {len(ahead)} comparisons at {MAIN} and {MILD}"
     )
 
 
@@ -99,7 +99,7 @@ def _count(rows: list[Row]) -> str:
 
 
 def _onset(rows: list[Row]) -> int:
-    return rows[0]["settings"]["fault"]["onset"]
+    return rows[0]["settings"]["onset"]
 
 
 def _by_arm(rows: list[Row]) -> dict[str, list[Row]]:
@@ -111,7 +111,15 @@ def _by_arm(rows: list[Row]) -> dict[str, list[Row]]:
 
 def _lead(row: Row, over: str) -> tuple[int, str]:
     """Steps by which Δ2 is ahead of a monitor, and how to write them; a bound if that never is."""
-    first, later = row["firsts"][SPECTRUM], row["firsts"][over]
+    return _ahead(row, row["firsts"][SPECTRUM], row["firsts"][over])
+
+
+def _default_lead(row: Row) -> tuple[int, str]:
+    """The same for the first of the default alarms against the first of the loss."""
+    return _ahead(row, row["default"]["first"], row["default"]["loss"])
+
+
+def _ahead(row: Row, first: int | None, later: int | None) -> tuple[int, str]:
     lead = (later or row["steps"]) - (first or row["steps"])
     if first is None:
         return lead, "never" if later is None else str(lead)
@@ -130,12 +138,12 @@ def _arms_table(faulty: list[Row]) -> list[str]:
     lines = [
         "| arm | seeds | steps | loss above clean at the end | .05 above after | Δ2 alarms after "
         "| ahead of gradient norm | of held-out loss | of training loss | default alarms after "
-        "| samples that name the last layer |",
-        "|---" * 11 + "|",
+        "| ahead of the loss's | samples that name the last layer |",
+        "|---" * 12 + "|",
     ]
     for arm, of in _by_arm(faulty).items():
         named = [x for row in of for x in row["worst_layers"]]
-        last = of[0]["settings"]["model"]["layers"] - 1
+        last = of[0]["settings"]["layers"] - 1
         cells = [
             arm,
             _cells(of, lambda r: r["seed"]),
@@ -145,6 +153,7 @@ def _arms_table(faulty: list[Row]) -> list[str]:
             _cells(of, lambda r: _after(r, r["firsts"][SPECTRUM])),
             *(_cells(of, lambda r, x=x: _lead(r, x)[1]) for x in ("gradient norm", *LOSSES)),
             _cells(of, lambda r: _after(r, r["default"]["first"])),
+            _cells(of, lambda r: _default_lead(r)[1]),
             f"{100 * sum(x == last for x in named) / len(named):.0f} %" if named else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -186,12 +195,10 @@ def _sensitivity_table(faulty: list[Row], clean: list[Row]) -> list[str]:
         cells = [*name.split(", ")]
         for _, of in arms:
             found = [row["spectra"][name] for row in of]
-            cells += [_spread([x["first"] for x in found])]
-            cells += [f"{median(x['z'] for x in found):.1f}"]
+            cells += [_spread([x[0] for x in found]), f"{median(x[1] for x in found):.1f}"]
         found = [row["spectra"][name] for row in clean]
-        beyond = sum(x["beyond"] for x in found) / sum(x["samples"] for x in found)
-        alarmed = sum(x["first"] is not None for x in found)
-        cells += [f"{100 * beyond:.2f} %", f"{alarmed} of {len(found)}"]
+        beyond = 100 * sum(x[2] for x in found) / sum(x[3] for x in found)
+        cells += [f"{beyond:.2f} %", f"{sum(x[0] is not None for x in found)} of {len(found)}"]
         lines.append("| " + " | ".join(cells) + " |")
     return lines
 

@@ -52,7 +52,7 @@ def project(tmp_path, monkeypatch):
 def listed(project, *names):
     argument = lambda name: str(project / "runs" / f"{name}.jsonl")
     return [
-        Experiment(name, f"{name}?", 0.1, (argument(name),), module="quick_question")
+        Experiment(name, f"{name}?", 0.1, ((argument(name),),), module="quick_question")
         for name in names
     ]
 
@@ -120,6 +120,16 @@ def test_the_readme_gets_a_line_with_a_link_for_each_experiment(project):
     assert front.endswith("<!-- /results -->\nend\n")
     main(config_of(project, command="tables"), listed(project, "quick", "later"))
     assert f"| later? | {NOT_RUN} |" in (project / "README.md").read_text()
+
+
+def test_command_lines_follow_each_other_until_one_fails(project):
+    file = lambda name: str(project / "runs" / f"{name}.jsonl")
+    for names, count in ((("quick", "quick"), 2), (("broken", "quick"), 2)):
+        runs = tuple((file(name),) for name in names)
+        it = Experiment("quick", "?", 0.1, runs, module="quick_question")
+        result = main(config_of(project), [it])
+        assert result.failed == (["quick"] if "broken" in names else [])
+        assert len(read_jsonl(project / "runs" / "quick.jsonl")) == count
 
 
 def test_one_that_fails_is_named_and_does_not_stop_the_others(project, capsys):
