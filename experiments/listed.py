@@ -96,5 +96,5 @@ EXPERIMENTS = (
         20,
         tables="experiments.scale_tables",
     ),
-    Experiment("scale_study", "What do monitors and MSign cost on a pod?", 15),
+    Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),
 )

@@ -240,8 +240,8 @@ def compiled_memory(config: TrainConfig) -> int:
     state = jax.eval_shape(lambda: init(0))
     tokens = jax.ShapeDtypeStruct((1, model.context + 1), jnp.int32)
     armed = jax.ShapeDtypeStruct((), jnp.float32)
-    found: Any = step
-    memory = found.lower(state, tokens, armed, due=()).compile().memory_analysis()
+    train_step: Any = step.train
+    memory = train_step.lower(state, tokens, armed, due=()).compile().memory_analysis()
     held = memory.argument_size_in_bytes - memory.alias_size_in_bytes
     return held + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
