@@ -24,8 +24,9 @@ from experiments.attention_fault import MODEL
 from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from experiments.timing import Row, as_table, interleaved
 from models.gpt import apply, init_params
+from stabmon.metrics.factor import product
 from stabmon.metrics.power import power_norm
-from stabmon.metrics.qk import increment_spectra, product, qk_increment
+from stabmon.metrics.qk import increment_spectra, qk_increment
 from stabmon.metrics.spectrum import spectral_norm, spectrum_stats
 
 

@@ -22,7 +22,7 @@ import optax
 import tyro
 from rich.console import Console
 
-from experiments.step import next_token_loss
+from experiments.losses import next_token_loss
 from experiments.timing import Row, as_table, interleaved
 from models.config import GPTConfig
 from models.gpt import apply, init_params

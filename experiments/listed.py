@@ -14,7 +14,7 @@ class Experiment:
         name: Of its rows, `runs/<name>.jsonl`, and of its marks in `experiments/README.md`.
         question: In a few words, for a table.
         minutes: Of one core, about.
-        arguments: Of the command line.
+        runs: Arguments of each of its command lines, one after the other.
         module: That is run; empty: `experiments.<name>`.
         tables: Module with `tables` and `headline`; empty: the one that is run.
     """
@@ -22,7 +22,7 @@ class Experiment:
     name: str
     question: str
     minutes: float
-    arguments: tuple[str, ...] = ()
+    runs: tuple[tuple[str, ...], ...] = ((),)
     module: str = ""
     tables: str = ""
 
@@ -38,12 +38,14 @@ class Experiment:
 
     @property
     def command(self) -> str:
-        """What a person types.
+        """What a person types, as Markdown.
 
-        >>> Experiment("grades", "…?", 5, ("--seeds", "0")).command
-        'python -m experiments.grades --seeds 0'
+        >>> Experiment("campaign", "…?", 5, (("table",), ("rescue",))).command
+        '`python -m experiments.campaign table`, `… rescue`'
         """
-        return " ".join(["python -m", self.program, *self.arguments])
+        first, *more = (" ".join(arguments) for arguments in self.runs)
+        lines = [f"`{f'python -m {self.program} {first}'.strip()}`", *(f"`… {x}`" for x in more)]
+        return ", ".join(lines)
 
 
 EXPERIMENTS = (
@@ -51,20 +53,48 @@ EXPERIMENTS = (
         "attention_fault",
         "Does a monitor call a low-precision attention fault before the loss does?",
         6,
-        ("seeds",),
+        (("seeds",),),
     ),
     Experiment(
         "attention_doses",
         "At which dose, in which model; which lag, α and aggregate see it first?",
-        35,
+        20,
+        tables="experiments.attention_tables",
     ),
     Experiment(
         "flash_rounding", "Why does a bfloat16 flash attention drift, and what stops it?", 0.5
     ),
-    Experiment("router_fault", "How does a router of experts show a wrong learning rate?", 30),
-    Experiment("combined_fault", "Are two faults at once told apart?", 15),
-    Experiment("msign_rescue", "Does MSign hold a run that AdamW loses?", 50),
-    Experiment("grades", "Does the rank of activations grade a run's health?", 20),
-    Experiment("scale_presets", "Do the papers' own configurations train?", 30),
-    Experiment("scale_study", "What do monitors and MSign cost on a pod?", 15),
+    Experiment(
+        "router_fault",
+        "How does a router of experts show a wrong learning rate, batch or balance loss?",
+        25,
+        tables="experiments.router_tables",
+    ),
+    Experiment("combined_fault", "Are two faults at once told apart?", 10),
+    Experiment(
+        "msign_rescue",
+        "Does MSign hold a run that AdamW loses?",
+        60,
+        tables="experiments.rescue_tables",
+    ),
+    Experiment(
+        "grades",
+        "Does the rank of activations grade a run, and choose its checkpoint?",
+        15,
+        tables="experiments.grades_tables",
+    ),
+    Experiment(
+        "campaign",
+        "Do the alarms name what is broken, keep quiet where nothing is, and save a run?",
+        35,
+        (("table",), ("rescue",)),
+        tables="experiments.campaign_tables",
+    ),
+    Experiment(
+        "scale_presets",
+        "Do the papers' own configurations compile and train?",
+        20,
+        tables="experiments.scale_tables",
+    ),
+    Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),
 )

@@ -1,19 +1,20 @@
 """What do the monitors and MSign cost on a pod, as far as a compiler can tell?
 
     python -m experiments.scale_study                 8, 64 and 256 devices, both models
-    python -m experiments.scale_study --devices 8     a minute
+    python -m experiments.scale_study --devices 8     two minutes
 
 Question: the training step of LLaMA-1B and of the 3B mixture of experts, compiled ahead of time
 from abstract shapes for virtual CPU devices (nothing runs): how much do a sampled step's monitors
 and one MSign application add to its operations, to the peak memory of a device, to what devices
-send each other, and to the time the compiler takes?
+send each other, and how long does each program take to compile?
 
 FSDP × tensor parallel on a mesh of data × model, 8 devices along "model" but for 8 in all (2); one
-sequence of 2,048 tokens for each group of data-parallel devices. Every number is read from the
-compiled program: XLA's cost and memory analyses (a loop's body is counted once by the former, so
-layers are unrolled in a second, two-layer program to extrapolate), and the shapes of its
-collectives. Each device count needs a process of its own, since a backend's devices are set once.
-Table: `experiments/README.md`.
+sequence of 2,048 tokens for each group of data-parallel devices. As in the training loop, monitors
+are a program of their own beside the step, symptoms and MSign are within it; the first step waits
+for its own program alone, the others are compiled while it runs (`ahead.py`). Every number is read
+from the compiled programs: XLA's cost and memory analyses, and the shapes of their collectives (a
+loop's body is counted once). Each device count needs a process of its own, since a backend's
+devices are set once. Table: `experiments/README.md`.
 """
 
 import json
@@ -31,13 +32,13 @@ import jax
 import jax.numpy as jnp
 import optax
 import tyro
-from rich.console import Console
-from rich.table import Table
 
 import optax_ext
 import stabmon
+from experiments.checkpoints import TrainState
+from experiments.losses import next_token_loss
+from experiments.measuring import make_measure
 from experiments.placement import Placement, make_mesh, state_shardings
-from experiments.step import next_token_loss
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
@@ -45,7 +46,8 @@ from models.presets import PRESETS
 from models.sharding import batch_spec
 
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
-PARTS = {"base": (), "monitors": ("delta", "weights", "symptoms"), "msign": ("msign",)}
+MONITORS = ("delta", "activations", "weights")
+PARTS = ("base", "monitors", "symptoms", "msign")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
@@ -73,7 +75,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         program = (
             "import json, experiments\n"
             "from experiments.scale_study import Config, study\n"
-            f"for row in study(Config(models={config.models!r}, layers={config.layers!r})):\n"
+            f"for row in study(Config({config.models!r}, (), {config.layers!r})):\n"
             "    print('ROW', json.dumps(row), flush=True)\n"
         )
         flags = f"--xla_force_host_platform_device_count={count}"
@@ -86,7 +88,8 @@ def main(config: Config) -> list[dict[str, Any]]:
         rows += [json.loads(line[4:]) for line in done.stdout.splitlines() if line[:4] == "ROW "]
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    Console().print(table(rows))
+    print(tables(rows))
+    print(headline(rows))
     return rows
 
 
@@ -95,9 +98,10 @@ def study(config: Config) -> Iterator[dict[str, Any]]:
     for name in config.models:
         model = replace(PRESETS[name], dtype="bfloat16")
         model = model if config.layers is None else replace(model, layers=config.layers)
+        compile_program(model, "base")  # what is slow the first time only
         for part in PARTS:
             start = time.perf_counter()
-            compiled = compiled_step(model, PARTS[part])
+            compiled = compile_program(model, part)
             seconds = time.perf_counter() - start
             memory = compiled.memory_analysis()
             held = memory.argument_size_in_bytes - memory.alias_size_in_bytes
@@ -106,7 +110,7 @@ def study(config: Config) -> Iterator[dict[str, Any]]:
                 "model": name,
                 "devices": jax.device_count(),
                 "part": part,
-                "compile_seconds": round(seconds, 1),
+                "compile_seconds": round(seconds, 2),
                 "peak_bytes": held + memory.output_size_in_bytes + memory.temp_size_in_bytes,
                 "flops": compiled.cost_analysis()["flops"],
                 "collectives": sent,
@@ -114,8 +118,8 @@ def study(config: Config) -> Iterator[dict[str, Any]]:
             }
 
 
-def compiled_step(model: GPTConfig, extras: tuple[str, ...]) -> Any:
-    """A training step with what `extras` names measured or applied, from shapes alone."""
+def compile_program(model: GPTConfig, part: str) -> Any:
+    """One of `PARTS`, compiled from shapes alone."""
     count = jax.device_count()
     placement = Placement("mixed", 2 if count <= 8 else 8)
     mesh = make_mesh(placement)
@@ -125,37 +129,44 @@ def compiled_step(model: GPTConfig, extras: tuple[str, ...]) -> Any:
     restore = optax_ext.msign(1, "attention", "newton_schulz", layout=layout)
     tx = optax.chain(
         optax.adamw(1e-3),
-        restore if "msign" in extras else optax.identity(),
+        restore if part == "msign" else optax.identity(),
         optax_ext.track_delta(50, 4, select=layout.selects("qk")),
     )
     monitor = stabmon.Monitor(layout)
-    tiers = tuple(name for name in extras if name != "msign")
 
-    def step(params, state, tokens):
+    def step(state, tokens):
+        params, opt_state = state.params, state.opt_state
+
         def objective(params):
             logits, losses = apply(model, params, tokens[:, :-1], losses=True)
             loss = next_token_loss(logits, tokens[:, 1:])
             return loss + auxiliary_loss(model, losses), loss
 
         grads, loss = jax.grad(objective, has_aux=True)(params)
-        updates, new = tx.update(grads, state, params)
+        given = {"msign_due": True} if part == "msign" else {}
+        updates, new = tx.update(grads, opt_state, params, **given)
         readings = None
-        if tiers:
+        if part == "symptoms":
             given = {"grads": grads, "updates": updates, "loss": loss}
-            readings = monitor(0, params, state, due=tiers, **given)
-        return optax.apply_updates(params, updates), new, readings
+            readings = monitor(state.step, params, opt_state, due=("symptoms",), **given)
+        return TrainState(state.step + 1, optax.apply_updates(params, updates), new), readings
 
     with jax.set_mesh(mesh):
         where, states = state_shardings(tx, shapes, placement, mesh)
-        placed = lambda tree, shardings: jax.tree.map(
-            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings
-        )
+        whole = jax.sharding.NamedSharding(mesh, jax.P())
+        places: Any = TrainState(*[whole, where, states])
+        placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
+        begun = TrainState(jnp.zeros((), jnp.int32), shapes, jax.eval_shape(tx.init, shapes))
+        state = jax.tree.map(placed, begun, places)
         batch = jax.sharding.NamedSharding(mesh, batch_spec("mixed"))
-        shape = (mesh.shape["data"], model.context + 1)
-        tokens = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=batch)
-        jitted = jax.jit(step, donate_argnums=(0, 1), out_shardings=(where, states, None))
-        state = placed(jax.eval_shape(tx.init, shapes), states)
-        return jitted.lower(placed(shapes, where), state, tokens).compile()
+        tokens = placed(
+            jax.ShapeDtypeStruct((mesh.shape["data"], model.context + 1), jnp.int32), batch
+        )
+        if part == "monitors":
+            measure: Any = make_measure(model, monitor, 4)
+            return measure.lower(state, tokens, due=MONITORS).compile()
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
+        return jitted.lower(state, tokens).compile()
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
@@ -176,28 +187,58 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
     return found
 
 
-def table(rows: list[dict[str, Any]]) -> Table:
-    """Rows for the terminal, what monitors and MSign add beside the base."""
-    base = {(r["model"], r["devices"]): r for r in rows if r["part"] == "base"}
-    shown = Table(title="Compiled training steps")
-    columns = ("model", "devices", "part", "compile", "peak a device", "sent a device")
-    for column in columns:
-        shown.add_column(column)
-    for row in rows:
-        start = base[row["model"], row["devices"]]
-        share = lambda key, row=row, start=start: f"{row[key] / start[key] - 1:+.1%}"
-        first = row["part"] == "base"
-        shown.add_row(
-            row["model"],
-            str(row["devices"]),
-            row["part"],
-            f"{row['compile_seconds']:.1f} s",
-            f"{row['peak_bytes'] / 2**20:.0f} MiB" if first else share("peak_bytes"),
-            f"{row['sent_bytes'] / 2**20:.1f} MiB"
-            if first
-            else f"+{(row['sent_bytes'] - start['sent_bytes']) / 2**20:.1f} MiB",
-        )
-    return shown
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Markdown: memory and traffic of each program, then the compiler's time."""
+    by = {(r["model"], r["devices"], r["part"]): r for r in rows}
+    programs = list(dict.fromkeys((r["model"], r["devices"]) for r in rows))
+    mib = lambda size: f"{size / 2**20:,.0f} MiB"
+    lines = [
+        "| model | devices | peak, base | sampled | MSign | sent, base (one layer) "
+        "| sampled, besides | MSign, besides |",
+        "|---" * 8 + "|",
+    ]
+    times = [
+        "| model | devices | compiling the step | monitors | with symptoms | with MSign |",
+        "|---" * 6 + "|",
+    ]
+    for name, count in programs:
+        part = {part: by[name, count, part] for part in PARTS}
+        base, sent = part["base"]["peak_bytes"], part["base"]["sent_bytes"]
+        sampled = part["symptoms"]["sent_bytes"] - sent + part["monitors"]["sent_bytes"]
+        cells = [
+            mib(base),
+            f"{_sampled_peak(part) / base - 1:+.1%}",
+            f"{part['msign']['peak_bytes'] / base - 1:+.1%}",
+            mib(sent),
+            mib(sampled),
+            mib(part["msign"]["sent_bytes"] - sent),
+        ]
+        lines.append(f"| {name} | {count} | " + " | ".join(cells) + " |")
+        seconds = [f"{part[x]['compile_seconds']:.1f} s" for x in PARTS]
+        times.append(f"| {name} | {count} | " + " | ".join(seconds) + " |")
+    return "\n".join(lines) + "\n\n" + "\n".join(times)
+
+
+def headline(rows: list[dict[str, Any]]) -> str:
+    """One line: what the monitors add at the largest number of devices."""
+    largest = max(r["devices"] for r in rows)
+    peaks, seconds = [], {part: [] for part in PARTS}
+    for name in dict.fromkeys(r["model"] for r in rows):
+        part = {r["part"]: r for r in rows if r["model"] == name and r["devices"] == largest}
+        peaks.append(_sampled_peak(part) / part["base"]["peak_bytes"] - 1)
+        for x in PARTS:
+            seconds[x].append(f"{part[x]['compile_seconds']:.1f}")
+    met = "met" if max(peaks) < 0.05 else "not met"
+    return (
+        f"peak memory {met}: {max(peaks):+.1%} at {largest} devices [< 5 %]; compiling the step "
+        f"takes {', '.join(seconds['base'])} s, the monitors {', '.join(seconds['monitors'])} s, "
+        "in the background"
+    )
+
+
+def _sampled_peak(part: dict[str, dict[str, Any]]) -> float:
+    """The larger of the peaks of a sampled step's programs, which run one after the other."""
+    return max(part[name]["peak_bytes"] for name in ("base", "monitors", "symptoms"))
 
 
 if __name__ == "__main__":

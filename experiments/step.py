@@ -11,11 +11,14 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 import optax_ext
 import stabmon
 from experiments.checkpoints import TrainState
 from experiments.faults import AttentionFault, Scales, scale_by_argument
+from experiments.losses import next_token_loss
+from experiments.measuring import Due, divided, joined, make_measure, observe
 from experiments.placement import ALONE, Placement, make_mesh, state_shardings
 from models.config import GPTConfig
 from models.gpt import apply, init_params
@@ -170,25 +173,31 @@ def make_msign(config: MsignConfig | None, layout: stabmon.Layout) -> Any:
     )
 
 
-def next_token_loss(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Mean cross-entropy in nats per token; logits (B, T, V), targets (B, T)."""
-    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, targets))
+@dataclass(frozen=True)
+class Step:
+    """A training step, and what is measured beside it; see `make_step`.
 
-
-def observe(
-    model: GPTConfig, params: Any, inputs: jax.Array, targets: jax.Array
-) -> dict[str, jax.Array]:
-    """What the monitors read of a forward pass of its own, over a few sequences.
-
-    With experts also the gradient of the loss with respect to their mean probabilities. Under jit
-    only what a tier that is due makes use of is computed.
+    Attributes:
+        train: The jitted step: (state, tokens, armed, due, scales), `due` static.
+        measure: As from `measuring.make_measure`.
     """
-    seen = apply(model, params, inputs, capture=True)[1]
-    if model.experts:
-        probe = jnp.zeros((model.layers, model.experts))
-        loss = lambda probe: next_token_loss(apply(model, params, inputs, probe_LE=probe), targets)
-        seen["router_lm_gradient"] = jax.grad(loss)(probe)
-    return seen
+
+    train: Callable
+    measure: Callable
+
+    def __call__(
+        self,
+        state: TrainState,
+        tokens: ArrayLike,
+        armed: ArrayLike,
+        due: Due,
+        scales: Scales | None = None,
+    ) -> tuple[TrainState, stabmon.Readings | None, jax.Array]:
+        """The state after the step, what was measured before and in it, and the loss."""
+        inside, beside = divided(due)
+        before = self.measure(state, tokens, due=beside) if beside else None
+        state, readings, loss = self.train(state, tokens, armed, due=inside, scales=scales)
+        return state, joined(before, readings), loss
 
 
 @lru_cache(maxsize=8)
@@ -199,15 +208,18 @@ def make_step(
     fault: AttentionFault | None,
     placement: Placement = ALONE,
     scaled: bool = False,
-) -> tuple[Callable, Callable, stabmon.Monitor]:
+) -> tuple[Callable, Step, stabmon.Monitor]:
     """(init, step, monitor) for one configuration, compiled once for all its seeds.
 
     On several devices call both with the mesh of `placement` in force (`jax.set_mesh`).
 
-    init(seed) -> TrainState. step(state, tokens, armed, due) -> (state, readings, loss), jitted,
-    donating the state; `due` is static, from `monitor.due(step)`. Where it is empty readings are
-    None; None itself stands for one program for all steps, its tiers under conditionals. Where it
-    is `scaled`, the step takes `scales` besides, the factors of `faults.Scales`.
+    init(seed) -> TrainState. step(state, tokens, armed, due) -> (state, readings, loss), donating
+    the state; `due` is from `monitor.due(step)`. Where it is empty readings are None; None itself
+    stands for one program for all steps, its tiers under conditionals. Where it is `scaled`, the
+    step takes `scales` besides, the factors of `faults.Scales`.
+
+    What needs gradients and updates is measured in a second program of the step, the rest in a
+    program of its own before it (`measuring.py`): the step is compiled twice, whatever is due.
     """
     shapes = jax.eval_shape(lambda: init_params(model, 0))
     layout = stabmon.find_layout(shapes)
@@ -229,11 +241,11 @@ def make_step(
         params = init_params(model, seed)
         return TrainState(jnp.zeros((), jnp.int32), params, tx.init(params))
 
-    def step(
+    def train(
         state: TrainState,
         tokens: jax.Array,
         armed: jax.Array,
-        due: tuple[str, ...] | None,
+        due: Due,
         scales: Scales | None = None,
     ):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
@@ -281,14 +293,5 @@ def make_step(
         places: Any = TrainState(*[whole, params, opt_state])
         init = jax.jit(init, static_argnums=0, out_shardings=places)
         options["out_shardings"] = (places, None, whole)
-    return init, jax.jit(step, **options), watch
-
-
-@lru_cache(maxsize=8)
-def loss_of_batches(model: GPTConfig) -> Callable:
-    """Jitted function of (parameters, batches): mean loss over batches (count, B, T + 1)."""
-
-    def loss(params, tokens):
-        return next_token_loss(apply(model, params, tokens[:, :-1]), tokens[:, 1:])
-
-    return jax.jit(lambda params, fixed: jnp.mean(jax.lax.map(lambda x: loss(params, x), fixed)))
+    step = Step(jax.jit(train, **options), make_measure(model, watch, monitor.sequences))
+    return init, step, watch

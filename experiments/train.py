@@ -1,10 +1,9 @@
 """The training loop, written to be copied.
 
-One jitted, donated step does everything: loss, gradients, optimizer, monitors. It is compiled once
-for each combination of monitors that are due together, and without them for the other steps, which
-then cost nothing. What is measured leaves as data and is written while the next step already runs,
-so the device never waits for the host. A run is a folder (`stabmon.output.runlog`); `--resume`
-continues it bit for bit.
+One jitted, donated step does loss, gradients and optimizer. On a sampled step a second program
+measures beside it (`measuring.py`); other steps cost nothing. What is measured leaves as data and
+is written while the next step already runs, so the device never waits for the host. A run is a
+folder (`stabmon.output.runlog`); `--resume` continues it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
@@ -27,15 +26,17 @@ from jax.sharding import Mesh
 
 import stabmon
 from experiments.acting import Acting, AlarmConfig
+from experiments.ahead import compiling_ahead
 from experiments.checkpoints import Checkpoints, TrainState
 from experiments.cluster import agree, join, leads, shared_log, together
 from experiments.data import Corpus, batches, load_corpus, windows
 from experiments.faults import AttentionFault, Disturbance, disturbed, scales
+from experiments.losses import loss_of_batches
 from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.progress import Board
 from experiments.session import identity, interruptible
 from experiments.sinks import Sink, open_sinks
-from experiments.step import MonitorConfig, OptimizerConfig, loss_of_batches, make_step
+from experiments.step import MonitorConfig, OptimizerConfig, make_step
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.ladder import EXIT_UNRECOVERED
@@ -191,7 +192,10 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
             detector = BandDetector(Reference.load(config.reference))
             replay(load_run(folder), detector, before=step)
         armed = np.float32(config.armed)
-        pending = None
+        pending, begun = None, step
+        # The step that begins a run is not sampled: it would wait for the monitors' compilation.
+        sampled = lambda step: monitor.due(step) if step else ()
+        coming = dict.fromkeys(map(sampled, range(step, min(config.steps, step + 10_000))))
 
         def write(step: int, readings: stabmon.Readings | None, held_out: jax.Array | None) -> None:
             values = readings.flatten() if readings is not None else {}
@@ -224,6 +228,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         with (
             open_sinks(names, folder, identity(config), step) as sinks,
             Board(config.name, config.steps, config.batch * context, quiet) as board,
+            compiling_ahead(mesh) as ahead,
         ):
             with interruptible() as stop:
                 while not stop:
@@ -239,12 +244,15 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                     held_out = None
                     if config.evaluate_every and step % config.evaluate_every == 0:
                         held_out = held_out_loss(state.params)
-                    due = monitor.due(step)
+                    due = sampled(step)
                     shift = 0 if acting is None else acting.data_shift
                     tokens = disturbed(disturbances, data, step, shift, corpus.vocabulary)
                     batch = place_batch(tokens, config.placement, mesh)
                     factors = scales(disturbances, step)
+                    ahead.wait(due)
                     state, readings, loss = step_fn(state, batch, armed, due=due, scales=factors)
+                    if step == begun:
+                        ahead.start(step_fn, (state, batch, armed, factors), coming)
                     # Step t is under way; only now look at what step t−1 measured.
                     if pending is not None:
                         write(*pending)

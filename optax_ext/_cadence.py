@@ -95,8 +95,10 @@ def _restored(
     """Updates that lead to the restored matrices, unchanged where there is none."""
     w = p.astype(jnp.float32) + u.astype(jnp.float32)
     if rule.sharding is not None:
-        w, record = _divided(w, record, rule.sharding)
+        w, record = _divided(w, record, rule.sharding, rule.undivided)
     target, chosen, record = restore(w, record, step, rule)
+    if rule.sharding is not None:
+        target = _moved(target, rule.sharding, rule.undivided, back=True)
     target, chosen, record = jax.tree.map(lambda x: x[: len(u)], (target, chosen, record))
     exact = jnp.promote_types(p.dtype, jnp.float32)
     new = (target.astype(exact) - p.astype(exact)).astype(u.dtype)
@@ -112,13 +114,45 @@ def _set_rows(record: Record, rows: ArrayLike, part: Record) -> Record:
 
 
 def _divided(
-    w: Float[Array, "count m n"], record: Record, sharding: jax.sharding.NamedSharding
+    w: Float[Array, "count m n"],
+    record: Record,
+    sharding: jax.sharding.NamedSharding,
+    undivided: bool,
 ) -> tuple[Float[Array, "filled m n"], Record]:
     """The stack with zeros at its end, so that it divides among shards, and sharded."""
-    axes = sharding.spec[0] if sharding.spec else ()
-    names = axes if isinstance(axes, tuple) else (axes,)
-    missing = -len(w) % math.prod(sharding.mesh.shape[name] for name in names if name is not None)
+    sizes = [sharding.mesh.shape[name] for name in _stack_axes(sharding)]
+    missing = -len(w) % math.prod(sizes)
     fill = lambda x: jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-    # On a mesh with explicit axes this runs in auto mode, where only the spec is accepted.
-    where = sharding if jax.sharding.get_abstract_mesh().empty else sharding.spec
-    return jax.lax.with_sharding_constraint(fill(w), where), jax.tree.map(fill, record)
+    return _moved(fill(w), sharding, undivided), jax.tree.map(fill, record)
+
+
+def _moved(
+    w: Float[Array, "filled m n"],
+    sharding: jax.sharding.NamedSharding,
+    undivided: bool,
+    back: bool = False,
+) -> Float[Array, "filled m n"]:
+    """The stack brought to its sharding, or away from it, a mesh axis at a time.
+
+    A mesh axis that leaves the matrices for the stack axis is one all-to-all, in which a device
+    sends each number once. Asked for several at once, XLA's partitioner gathers the whole stack on
+    every device instead ("involuntary full rematerialization"); so it does where it carries the
+    division back through the merging of layers and leaves, hence the fixed start of leaves that
+    are `undivided` along the stack.
+    """
+    free, names = jax.P.UNCONSTRAINED, _stack_axes(sharding)
+    stages = [jax.P(names[:i] or None, free, free) for i in range(len(names))] + [sharding.spec]
+    stages = stages if undivided else stages[1:]
+    for spec in reversed(stages) if back else stages:
+        # On a mesh with explicit axes this runs in auto mode, where only the spec is accepted.
+        bare = not jax.sharding.get_abstract_mesh().empty
+        where = spec if bare else jax.sharding.NamedSharding(sharding.mesh, spec)
+        w = jax.lax.with_sharding_constraint(w, where)
+    return w
+
+
+def _stack_axes(sharding: jax.sharding.NamedSharding) -> tuple[str, ...]:
+    """The mesh axes that divide the stack."""
+    first = sharding.spec[0] if sharding.spec else None
+    names = first if isinstance(first, tuple) else (first,)
+    return tuple(name for name in names if name is not None)

@@ -57,6 +57,16 @@ class MatrixView:
         return max(self.matrix), min(self.matrix)
 
     @property
+    def turned(self) -> bool:
+        """Whether `split` transposes: wide matrices, and square ones whose columns are axis d.
+
+        So a stack of square matrices has the model axis first in all of them, those that read the
+        stream and those that write into it, and on a mesh one sharding fits the whole stack.
+        """
+        rows, columns = self.matrix
+        return rows < columns or (rows == columns and "d" in self.order[2])
+
+    @property
     def names(self) -> tuple[str, ...]:
         """Name of each matrix, such as `layers/attn/q/kernel[2]` or, per head, `…[2, 0]`."""
         if not self.stack:
@@ -65,7 +75,7 @@ class MatrixView:
         return tuple(f"{self.path}{place}" for place in places)
 
     def split(self, leaf: Float[Array, "..."]) -> Float[Array, "count tall short"]:
-        """The matrices of the leaf, transposed where they are wide."""
+        """The matrices of the leaf, transposed where `turned`."""
         x = leaf.reshape(self.sizes).transpose(self._forward)
         return self._tall(x.reshape(self.count, *self.matrix))
 
@@ -103,7 +113,7 @@ class MatrixView:
         return tuple(forward.index(i) for i in range(len(forward)))
 
     def _tall(self, x: Array) -> Array:
-        return jnp.swapaxes(x, -1, -2) if self.matrix[0] < self.matrix[1] else x
+        return jnp.swapaxes(x, -1, -2) if self.turned else x
 
     def _slice(self, place: Int[Array, ""]) -> tuple[list[Array | int], list[int]]:
         where = dict(zip(self.order[0], jnp.unravel_index(place, self.stack), strict=True))

@@ -106,8 +106,9 @@ def msign(
         skip_idle: Do not count a step at which the updates of all selected matrices are zero.
         sharding: Of the stacks (matrices, m, n) in which equal shapes are gathered. None: the stack
             axis divided over all devices of the mesh in force (`jax.set_mesh`), so that whole
-            matrices move to devices once, instead of parts in each product. Without a mesh in
-            force give it: NamedSharding(mesh, P("data")).
+            matrices move to devices once (an all-to-all for each mesh axis, in and out), instead
+            of parts in each product. Without a mesh in force give it: NamedSharding(mesh,
+            P("data")); also where leaves are divided over layers: then nothing moves at all.
 
     Returns:
         A transform whose state is `MsignState`.
@@ -155,7 +156,8 @@ def msign(
             counted = jnp.any(jnp.stack([jnp.any(u != 0) for u in held.values()]))
         step = jnp.where(counted, optax.safe_increment(state.msign_step), state.msign_step)
         each = 1 if msign_due else period
-        placed = dataclasses.replace(rule, sharding=sharding or _over_mesh())
+        where, ours = sharding or _over_mesh(), sharding is None
+        placed = dataclasses.replace(rule, sharding=where, undivided=ours)
         treat = functools.partial(staggered if stagger else together, groups, placed, each)
         record = Record(*state[1:])
         held, record = _in_auto_mode(treat, (held, record))(step, counted, held, base, record)

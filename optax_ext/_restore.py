@@ -34,13 +34,17 @@ class Record(NamedTuple):
 
 @dataclass(frozen=True)
 class Rule:
-    """How a matrix is restored; the arguments of `msign` of the same names."""
+    """How a matrix is restored; the arguments of `msign` of the same names.
+
+    With `undivided` no leaf is divided along the stack axis.
+    """
 
     method: str | Callable[[Array], Array]
     trigger: Scalar | None
     blend: Scalar
     max_gain: float | int | None
     sharding: jax.sharding.NamedSharding | None = None
+    undivided: bool = False
 
 
 def restore(

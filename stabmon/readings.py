@@ -101,6 +101,16 @@ class Readings:
             for key, value in zip(keys, values[monitor].tolist(), strict=True)
         }
 
+    def __or__(self, other: "Readings") -> "Readings":
+        """Both, measured at one step; of a monitor in both, what `other` has."""
+        return Readings(
+            step=self.step,
+            valid=self.valid | other.valid,
+            values=self.values | other.values,
+            keys=tuple((dict(self.keys) | dict(other.keys)).items()),
+            leaf_names=other.leaf_names or self.leaf_names,
+        )
+
     def offender(self) -> str | None:
         """Path of the first parameter whose gradient or update is not finite.
 

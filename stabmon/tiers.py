@@ -21,11 +21,11 @@ from stabmon.metrics.activations import (
     layer_correlation,
     rank_ratio,
     sample_tokens,
-    segment_rank_ratio,
 )
 from stabmon.metrics.attention import sharp_head_fraction
 from stabmon.metrics.expert_load import balance_gradient_ratio, expert_load, topk_margin
 from stabmon.metrics.jacobian import JacobianStats
+from stabmon.metrics.mesh import divided_along
 from stabmon.metrics.power import power_norms
 from stabmon.metrics.qk import increment_spectra
 from stabmon.metrics.router import (
@@ -177,16 +177,21 @@ def activation_tier(
         attention["sharp_heads"] = fraction(attention["entropy"])
     activations = {}
     if "residual" in intermediates:
-        sample = lambda x: rank_ratio(sample_tokens(x, tokens))
-        ratio = jax.vmap(sample)(intermediates["residual"])
-        activations = {"rank_ratio": ratio, "grade": grade(ratio).astype(jnp.float32)}
         residual = intermediates["residual"]
+        streams = jax.vmap(lambda x: sample_tokens(x, tokens))(residual)
+        ratio = _rank_ratios(streams)
+        activations = {"rank_ratio": ratio, "grade": grade(ratio).astype(jnp.float32)}
         if residual.ndim == 4:
             activations |= segment_metrics(residual, tokens)
         if residual.shape[0] > 1:
-            streams = jax.vmap(lambda x: sample_tokens(x, tokens))(residual)
             activations["layer_correlation"] = layer_correlation(streams)
     return {"attention": attention, "activations": activations}
+
+
+def _rank_ratios(streams: Float[Array, "L tokens D"]) -> Float[Array, " L"]:
+    """Rank ratio of each layer; of tokens and D the longer axis is divided over the devices."""
+    longer = 1 if streams.shape[1] > streams.shape[2] else 2
+    return jax.vmap(rank_ratio)(divided_along(streams, longer))
 
 
 def segment_metrics(residual: Float[Array, "L B T D"], tokens: int) -> Metrics:
@@ -195,8 +200,9 @@ def segment_metrics(residual: Float[Array, "L B T D"], tokens: int) -> Metrics:
     if context < 2:
         return {}
     stride = min(max(1, batch * context // tokens), context // 2)
-    ratio = jax.vmap(segment_rank_ratio)(residual[:, :, ::stride])
-    return {"rank_ratio_front": ratio[:, 0], "rank_ratio_back": ratio[:, 1]}
+    halves = jnp.split(residual[:, :, ::stride], [-(-context // stride) // 2], axis=2)
+    front, back = (_rank_ratios(rearrange(x, "l b t d -> l (b t) d")) for x in halves)
+    return {"rank_ratio_front": front, "rank_ratio_back": back}
 
 
 def jacobian_metrics(stats: JacobianStats) -> Metrics:

@@ -13,7 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from stabmon.metrics.checks import as_float, unit_scale
+from stabmon.metrics.checks import all_finite, as_float, nan_unless, unit_scale
+from stabmon.metrics.factor import triangular_factor
 from stabmon.metrics.spectrum import entropy_of_spectrum, singular_values
 
 GRADE_THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
@@ -46,7 +47,18 @@ def sample_tokens(activations: ArrayLike, limit: int) -> Float[Array, "rows D"]:
     tokens = rows.shape[0]
     if tokens <= limit:
         return rows
-    return rows[(2 * np.arange(limit) + 1) * tokens // (2 * limit)]
+    x = jnp.asarray(activations)
+    sequences = tokens // x.shape[-2]
+    if limit % sequences == 0:
+        # The same positions in each sequence: nothing crosses the axes over which these lie apart.
+        each, length = limit // sequences, x.shape[-2]
+        return _tokens(x[..., _middles(each, length), :], "sample_tokens")
+    return rows[_middles(limit, tokens)]
+
+
+def _middles(shares: int, length: int) -> Int[np.ndarray, " shares"]:
+    """The middle of each of so many equal shares of 0…length − 1."""
+    return (2 * np.arange(shares) + 1) * length // (2 * shares)
 
 
 def rank_ratio(activations: ArrayLike, k: int = 32) -> Float[Array, ""]:
@@ -57,7 +69,9 @@ def rank_ratio(activations: ArrayLike, k: int = 32) -> Float[Array, ""]:
     rank one. Invariant to scale, to the order of tokens and to rotations of the model axis; not
     centred, so a large common mean lowers it. Zero activations: 1/r. A non-finite entry: NaN.
 
-    Cost is an SVD of tokens × D: bound the rows with `sample_tokens`.
+    Of tokens and D the longer axis is seen by two Gram matrices only (`factor.py`), so
+    it may be sharded; the cost beyond is an SVD of min(tokens, D)²: bound the rows with
+    `sample_tokens`.
 
     Args:
         activations: Array (..., D) of any float dtype.
@@ -78,8 +92,13 @@ def rank_ratio(activations: ArrayLike, k: int = 32) -> Float[Array, ""]:
     """
     if k < 1:
         raise ValueError(f"rank_ratio: expected k >= 1, got {k}; 20 to 32 are usual")
-    sigma = singular_values(_tokens(activations, "rank_ratio"))[:k]
-    return jnp.minimum(jnp.exp(entropy_of_spectrum(sigma, 1.0)) / sigma.shape[0], 1.0)
+    rows = _tokens(activations, "rank_ratio")
+    finite = all_finite(rows)
+    rows, _ = unit_scale(jnp.where(finite, rows, jnp.zeros_like(rows)))
+    short = rows if rows.shape[0] <= rows.shape[1] else rows.T
+    sigma = singular_values(triangular_factor(short))[:k]
+    ratio = jnp.exp(entropy_of_spectrum(sigma, 1.0)) / sigma.shape[0]
+    return nan_unless(finite, jnp.minimum(ratio, 1.0))
 
 
 def segment_rank_ratio(
@@ -173,8 +192,9 @@ def layer_correlation(residuals: ArrayLike) -> Float[Array, " pairs"]:
             f"layer_correlation: expected residuals (L, tokens, D) with L >= 2, got shape"
             f" {x.shape}; stack the layers' outputs with jnp.stack"
         )
-    unit = jax.vmap(_standardised)(x.reshape(x.shape[0], -1))
-    product = jnp.einsum("lx,lx->l", unit[:-1], unit[1:], precision=jax.lax.Precision.HIGHEST)
+    # Tokens and D are not merged: the one or the other may be sharded.
+    unit = jax.vmap(_standardised)(x)
+    product = jnp.sum(unit[:-1] * unit[1:], axis=tuple(range(1, x.ndim)))
     return jnp.clip(product, -1.0, 1.0).astype(jnp.float32)
 
 
@@ -189,10 +209,10 @@ def _tokens(activations: ArrayLike, name: str) -> Float[Array, "tokens D"]:
     return x.reshape(-1, x.shape[-1])
 
 
-def _standardised(x: Float[Array, " n"]) -> Float[Array, " n"]:
+def _standardised(x: Float[Array, "*n"]) -> Float[Array, "*n"]:
     """`x` centred, at unit length; zero where its variance is below rounding."""
     x, _ = unit_scale(x)
     x = x - jnp.mean(x)
-    length = jnp.linalg.norm(x)
+    length = jnp.sqrt(jnp.sum(jnp.square(x)))
     flat = length <= 8 * jnp.finfo(x.dtype).eps * x.size**0.5
     return jnp.where(flat, jnp.zeros_like(x), x / jnp.where(flat, jnp.ones_like(length), length))

@@ -41,3 +41,19 @@ def replicated(small: PyTree[Float[Array, "..."]]) -> PyTree[Float[Array, "..."]
     if mesh_in_force() is None:
         return small
     return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(x, jax.P()), small)
+
+
+def divided_along(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
+    """The array with one axis divided over all devices of the mesh in force, if it divides.
+
+    One mesh axis after the other: each that leaves another axis for this one is one all-to-all,
+    where several at once may end in a gather of the whole array.
+    """
+    mesh = mesh_in_force()
+    if mesh is None or x.shape[axis] % mesh.size:
+        return x
+    for end in range(1, len(mesh.axis_names) + 1):
+        spec: list = [jax.P.UNCONSTRAINED] * x.ndim
+        spec[axis] = mesh.axis_names[:end]
+        x = jax.lax.with_sharding_constraint(x, jax.P(*spec))
+    return x

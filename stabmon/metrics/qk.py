@@ -7,26 +7,20 @@ With W_q, W_k ∈ R^{D×H} of one head and d = W_t − W_{t−δ} (arXiv 2606.28
     Δ3 = dW_q dW_kᵀ
 
 No D×D product is formed: with [dW_q, W_q] = Q_A R_A and [dW_k, W_k] = Q_B R_B the non-zero
-singular values of all three are those of small cores of the R factors. The factors come from a
-Cholesky-QR that touches the long axis D only through H-sized Gram matrices, so a D-sharded input
-costs one small all-reduce a pass. Functions of a stack of heads take any leading axes.
+singular values of all three are those of small cores of the R factors (`factor.py`), which touch
+the long axis D only through H-sized Gram matrices. Functions of a stack of heads take any leading
+axes.
 """
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.metrics.checks import as_matrix
-from stabmon.metrics.lapack import (
-    cholesky,
-    cholesky_with_inverse,
-    on_stack,
-    singular_values,
-    turned,
-)
+from stabmon.metrics.factor import product, triangular_factor
+from stabmon.metrics.lapack import on_stack, singular_values, turned
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -151,46 +145,6 @@ def _unit_rows(
     usable = finite & (scale > 0)
     unit = jnp.where(usable, x, jnp.zeros_like(x)) / jnp.where(usable, scale, jnp.ones_like(scale))
     return turned(unit)
-
-
-def triangular_factor(rows: Float[Array, "*stack n m"]) -> Float[Array, "*stack n n"]:
-    """Upper-triangular R with RᵀR = AᵀA for A = `rows`ᵀ, safe for any scales and any rank.
-
-    Cholesky-QR in two passes, each on unit columns of A and with a small diagonal shift. The unit
-    columns make blocks of very different size (dW beside W) equally accurate; the shift lets the
-    factorisation pass rank deficiency; and re-normalising between the passes turns what was left
-    of a dependent column into a row of R of rounding size. Singular values of R X differ from
-    those of A X by rounding times ‖A‖‖X‖. Zero matrix: zero. `rows` must be finite, with entries
-    whose squares neither overflow nor underflow.
-
-    Between the passes A is multiplied by an explicit inverse of the triangular factor, since a
-    product is several times faster than a substitution. The residual grows with ‖|L⁻¹||L|‖ only,
-    which no scaling of the columns changes: small however far the lengths are apart and whatever
-    the rank.
-
-    A lies transposed: a Gram matrix of rows runs along contiguous memory. Only these reduce over
-    the long axis m.
-    """
-    n = rows.shape[-2]
-    shift = n * jnp.finfo(rows.dtype).eps * jnp.eye(n, dtype=rows.dtype)
-
-    def cosines(rows):
-        gram = product(rows, turned(rows))
-        lengths = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))[..., None]
-        safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
-        cosine = gram / (safe * turned(safe))
-        return lengths, safe, cosine + jnp.broadcast_to(shift, cosine.shape)
-
-    lengths, safe, gram = cosines(rows)
-    first, inverse = on_stack(cholesky_with_inverse)(gram)
-    again, _, gram = cosines(product(inverse / turned(safe), rows))
-    second = on_stack(cholesky)(gram)
-    return product(turned(again * second), turned(lengths * first))
-
-
-def product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
-    """Matrix product in full float32, also where the backend would round inputs to bfloat16."""
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
 
 
 def _core_singular_values(

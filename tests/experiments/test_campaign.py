@@ -16,6 +16,7 @@ from experiments.verdicts import CLEAN, Verdict, judge
 from models.config import GPTConfig
 from stabmon.alarms.signatures import Fault
 from stabmon.output.jsonl import plain, read_jsonl
+from stabmon.output.runlog import load_run
 
 DENSE = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
 TOY = Config(
@@ -59,10 +60,10 @@ def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
     assert row == {"kind": "learning rate", "amount": 10, "onset": 40, "end": None}
     key = "symptoms/global/update_norm/value"
     clean, faulty = (
-        [x["values"][key] for x in read_jsonl(config.runs / name / "metrics.jsonl")]
+        dict(zip(*map(np.ndarray.tolist, load_run(config.runs / name).metrics[key]), strict=True))
         for name in ("clean-5", "learning-rate-×10-5")
     )
-    assert clean[:40] == faulty[:40]
+    assert [clean[step] for step in range(1, 40)] == [faulty[step] for step in range(1, 40)]
     assert faulty[40] == pytest.approx(10 * clean[40], rel=1e-4)
 
 

@@ -86,18 +86,39 @@ def test_half_told_processes_are_refused(monkeypatch):
         cluster.join()
 
 
-def start(program, count):
-    """`count` processes of a Python program, joined through a free port."""
+def by_variables(count):
+    """What tells each of `count` processes its place, through a free port."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     told = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": str(count)}
+    return lambda i: told | {"JAX_PROCESS_ID": str(i)}
+
+
+def by_slurm(count):
+    """What `srun` sets on one node; JAX takes the port from the number of the job."""
+    told = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost"}
+    told |= {"SLURM_NTASKS": str(count), "SLURM_STEP_NUM_NODES": "1"}
+    return lambda i: told | {"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}
+
+
+def by_tpu_slice(count):
+    """What a slice of TPU hosts finds in its environment, all of them this host."""
+    told = {"TPU_WORKER_HOSTNAMES": ",".join(["localhost"] * count), "TPU_SKIP_MDS_QUERY": "1"}
+    told |= {"MEGASCALE_COORDINATOR_ADDRESS": "localhost", "JAX_FORCE_TPU_INIT": "1"}
+    told |= {"MEGASCALE_NUM_SLICES": "1", "MEGASCALE_SLICE_ID": "0"}
+    return lambda i: told | {"TPU_WORKER_ID": str(i)}
+
+
+def start(program, count, told=by_variables):
+    """`count` processes of a Python program, each told its place among them."""
     base = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    base |= told | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    base |= {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    place = told(count)
     return [
         subprocess.Popen(
             [sys.executable, "-c", "import experiments\n" + program],
-            env=base | {"JAX_PROCESS_ID": str(i)},
+            env=base | place(i),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -156,3 +177,17 @@ def test_processes_that_disagree_are_told_so():
         said, _ = process.communicate(timeout=60)
         assert "processes disagree on the weather: [1] of 2 differ from process 0" in said
         assert process.returncode != 0
+
+
+@pytest.mark.parametrize("told", [by_slurm, by_tpu_slice])
+def test_processes_that_a_cluster_started_find_each_other(told):
+    program = (
+        "from experiments.cluster import agree, join, leads\n"
+        "join(distributed=True)\n"
+        "import jax\n"
+        "agree('the number', jax.process_count())\n"
+        "print('PLACE', jax.process_index(), jax.process_count(), leads())\n"
+    )
+    said = [p.communicate(timeout=60)[0] for p in start(program, 2, told)]
+    places = [text.split("PLACE ")[-1].split() for text in said]
+    assert places == [["0", "2", "True"], ["1", "2", "False"]], said

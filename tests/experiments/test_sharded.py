@@ -1,6 +1,7 @@
 """Monitors and transforms on eight devices: the numbers of one device, and little communication."""
 
 import re
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -195,23 +196,68 @@ def test_a_sampled_step_moves_gram_cores_and_no_matrix():
     assert sum(np.prod(shape) for _, shape in delta) <= 8 * cores
 
 
-def test_msign_moves_matrices_once_and_multiplies_without_communicating():
+def test_activations_are_sampled_without_gathering_tokens():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    params, _, _ = make(CONFIG)
-    where = shardings(params, "mixed", mesh)
+    params, _, monitor = make(CONFIG)
+    monitor = replace(monitor, router=0, delta=0, weights=0, symptoms=0, tokens=16, detail="full")
+    batch = NamedSharding(mesh, jax.P(None, "data"))
+    shape = (CONFIG.layers, 8, CONFIG.context, CONFIG.model)
+    residual = jax.random.normal(jax.random.key(0), shape)
+    measure = jax.jit(lambda params, x: monitor(1, params, None, {"residual": x}))
+    alone = measure(params, residual).flatten()
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, shardings(params, "mixed", mesh))
+        lain = jax.device_put(residual, batch)
+        found = collectives(measure.lower(placed, lain).compile().as_text())
+        apart = measure(placed, lain).flatten()
+    np.testing.assert_allclose(*[[x[key] for key in alone] for x in (alone, apart)], rtol=1e-5)
+    parts = {CONFIG.model // n for n in (1, 2, 4, 8)}
+    moved = [shape for kind, shape in found if parts & set(shape)]
+    assert moved
+    assert all(kind == "all-to-all" for kind, shape in found if parts & set(shape))
+    assert sum(np.prod(shape) for shape in moved) <= CONFIG.layers * CONFIG.model * (16 + 2 * 8)
 
-    def found(method, **options):
-        tx = optax_ext.msign(1, "attention", method, **options)
 
-        def step(params, updates, state):
-            updates, state = tx.update(updates, state, params)
-            return optax.apply_updates(params, updates), state
+def restoring(config, where, kind=AxisType.Auto, mesh=None, **options):
+    """Collectives of a compiled restoration of all attention matrices, by `msign(1, …)`."""
+    mesh = mesh or jax.make_mesh((4, 2), ("data", "model"), axis_types=(kind,) * 2)
+    params = init_params(config, 0)
+    where = where(params, mesh)
+    tx = optax_ext.msign(1, "attention", **({"method": "newton_schulz"} | options))
 
-        with jax.set_mesh(mesh):
-            placed = jax.device_put(params, where)
-            whole = jax.jit(step).lower(placed, placed, tx.init(placed)).compile().as_text()
-        return collectives(whole)
+    def step(params, updates, state):
+        updates, state = tx.update(updates, state, params)
+        return optax.apply_updates(params, updates), state
 
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(params, where)
+        jitted = jax.jit(step, out_shardings=(where, None))
+        return collectives(jitted.lower(placed, placed, tx.init(placed)).compile().as_text())
+
+
+def mixed(params, mesh):
+    return shardings(params, "mixed", mesh)
+
+
+# Square matrices that read the stream and others that write into it, in one stack.
+SQUARE = GPTConfig(layers=3, model=64, heads=4, context=8, vocabulary=64)
+
+
+@pytest.mark.parametrize("config", [CONFIG, SQUARE, ROUTED])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_msign_sends_matrices_once_in_and_once_out(config, kind):
+    shapes = 2 if config.kv_heads and config.kv_heads < config.heads else 1
+    found = restoring(config, mixed, kind)
+    part = config.model * config.head_dim_H // 8  # of a matrix, on a device
+    moved = [(kind, shape) for kind, shape in found if np.prod(shape) >= part]
+    # One for each of two mesh axes, in and out.
+    assert [kind for kind, _ in moved] == ["all-to-all"] * 4 * shapes
+    # All else is as long as the list of matrices.
+    small = [np.prod(shape) for kind, shape in found if np.prod(shape) < part]
+    assert all(size <= 4 * config.layers + 8 for size in small)
+
+
+def test_msign_multiplies_without_communicating():
     def loop(turns):
         """Newton–Schulz written out, so that a product that communicates shows each time."""
 
@@ -222,12 +268,22 @@ def test_msign_moves_matrices_once_and_multiplies_without_communicating():
 
         return sign
 
-    few, many = found(loop(2)), found(loop(12))
+    few, many = (restoring(CONFIG, mixed, method=loop(turns)) for turns in (2, 12))
     assert len(few) == len(many) > 0
-    # The stacks of updates and parameters come in, and targets go out: for each of two shapes.
-    big = [shape for _, shape in many if np.prod(shape) >= CONFIG.model * CONFIG.head_dim_H]
-    assert len(big) <= 8 * 2
-    assert len(found(loop(12), sharding=NamedSharding(mesh, jax.P()))) > 0
+
+
+def test_msign_moves_nothing_where_layers_lie_apart():
+    mesh = jax.make_mesh((8,), ("stage",), axis_types=(AxisType.Auto,))
+    apart = NamedSharding(mesh, jax.P("stage"))
+    config = GPTConfig(layers=8, model=64, heads=4, context=8, vocabulary=64)
+
+    def by_layer(params, mesh):
+        whole = NamedSharding(mesh, jax.P())
+        layered = lambda path, x: apart if "layers" in str(path[0]) else whole
+        return jax.tree_util.tree_map_with_path(layered, params)
+
+    found = restoring(config, by_layer, mesh=mesh, sharding=apart)
+    assert all(np.prod(shape) <= 4 * config.layers for _, shape in found)
 
 
 def test_an_unsampled_step_adds_no_collective():
