@@ -20,7 +20,7 @@ the recorded run; with it they are those that it acted on. Checkpoints are ranke
 does and continued without the fault (`continuing.py`). Tables: `grades_tables.py`.
 """
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import gcd
 from pathlib import Path
@@ -37,6 +37,7 @@ from experiments.grades_of_text import grades_of_texts
 from experiments.grades_tables import draw, headline, tables
 from experiments.moe_faults import curve, judged, run_one
 from experiments.rows import Row, append_row, measured, rows_there
+from experiments.session import identity
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.text_mixes import MIXES, write_mixes
 from experiments.train import HELD_OUT
@@ -163,8 +164,13 @@ def plan(config: Config) -> dict[Part, tuple[str, ...]]:
 
 def row_settings(config: Config, part: Part, name: str, run: TrainConfig) -> dict[str, Any]:
     """What a row is measured with, wherever runs and texts lie."""
-    settings = {k: v for k, v in asdict(run).items() if k not in ("runs", "data")}
-    settings |= {"part": part, "of": name, "window": config.alarms.window}
+    settings = identity(run) | {
+        "data": None,
+        "steps": run.steps,
+        "part": part,
+        "of": name,
+        "window": config.alarms.window,
+    }
     if part == "ranking":
         settings |= {"ranked_at": list(config.ranked_at), "continued": config.continued}
     return settings

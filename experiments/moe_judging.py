@@ -26,6 +26,7 @@ from experiments.moe_faults import (
 )
 from experiments.placement import ALONE
 from experiments.rows import Row, append_row, measured, rows_there
+from experiments.session import identity
 from experiments.step import make_step
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
@@ -113,7 +114,7 @@ class Judging:
         for arm, seed in plan:
             run = settings_of(self.moe, arm, seed, self.runs)
             judging = {"reference": list(self.reference_seeds), "window": self.moe.window}
-            settings = {k: v for k, v in asdict(run).items() if k != "runs"} | judging
+            settings = identity(run) | {"steps": run.steps} | judging
             if again and rows_there(file, [settings]):
                 append_row(file, self.row(arm, seed, run) | {"settings": settings})
             found.append(measured(file, settings, lambda a=arm, s=seed, r=run: self.row(a, s, r)))

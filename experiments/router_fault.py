@@ -36,6 +36,7 @@ from experiments.moe_judging import Judging, final_state
 from experiments.router_growth import Branch, measure
 from experiments.router_tables import draw, headline, tables
 from experiments.rows import Row, measured
+from experiments.session import identity
 from experiments.train import Config as TrainConfig
 from experiments.verdicts import CLEAN
 
@@ -105,7 +106,7 @@ def growth_settings(config: Config, branch: Branch, seed: int) -> dict[str, Any]
     """What a row of the branches is measured with."""
     run = settings_of(config.moe, CLEAN, seed, config.runs)
     return {
-        "run": {k: v for k, v in asdict(run).items() if k != "runs"},
+        "run": identity(run) | {"steps": run.steps},
         "branch": asdict(branch),
         "marks": list(config.marks),
         "replicas": config.replicas,
