@@ -130,7 +130,7 @@ class Judging:
         start = moe.optimizer.warmup + moe.window
         faults = faults_of(arm)
         truth = CLEAN if clean else str(faults[0] if len(faults) == 1 else Fault.SEVERAL)
-        verdict = judge(run, arm, seed, truth, onset, moe.steps, start)
+        verdict = judge(run.events, arm, seed, truth, onset, moe.steps, start)
         bands = replay(run, BandDetector(self.reference()))
         after, directions = {}, {}
         for name, (key, _) in MONITORS.items():
