@@ -96,7 +96,7 @@ def alarms_markdown(runs: list[Row]) -> str:
             ", ".join(_what(row) for row in of),
             steps(x["loss_alarm"] for x in verdicts),
             ", ".join(_named(row) for row in of),
-            ", ".join(str(x["false_alarms"]) for x in verdicts),
+            ", ".join(str(len(x["false_alarms"])) for x in verdicts),
         ]
         lines.append(line(cells))
     return "\n".join(lines)
