@@ -76,7 +76,6 @@ ARMS = {
     "learning rate ×40, ladder": Arm(rate=40.0, act=True),
     "clean, QK-norm": Arm(qk_norm=True),
     "learning rate ×40, QK-norm": Arm(rate=40.0, qk_norm=True),
-    "learning rate ×10": Arm(rate=10.0),
     "attention": Arm(attention=True),
     "initialisation": Arm(std=1.0),
     "initialisation, QK-norm": Arm(std=1.0, qk_norm=True),
@@ -108,7 +107,7 @@ class Config:
 
     parts: tuple[Part, ...] = ("story", "ranking", "mixes")
     arms: tuple[str, ...] = tuple(ARMS)
-    ranked: tuple[str, ...] = ("learning rate ×10", "learning rate ×40", "attention")
+    ranked: tuple[str, ...] = ("learning rate ×40", "attention")
     seeds: tuple[int, ...] = (720, 721, 722)
     steps: int = 800
     onset: int = 400

@@ -6,7 +6,7 @@ becomes of router entropy, load and margins, of the similarity and ε of the rou
 beside them; which monitor alarms first, and when against the loss? And how do margins grow and
 spread with learning rate and batch, from one and the same state?
 
-    python -m experiments.router_fault                               every arm
+    python -m experiments.router_fault                               the arms of the tables
     python -m experiments.router_fault --arms clean "batch ÷8"       some of them
     python -m experiments.router_fault --rejudge                     judge recorded runs anew
 
@@ -31,7 +31,7 @@ from rich.console import Console
 
 from experiments.checkpoints import TrainState
 from experiments.data import Corpus, load_corpus
-from experiments.moe_faults import ARMS, MoEConfig, run_one, settings_of
+from experiments.moe_faults import MoEConfig, run_one, settings_of
 from experiments.moe_judging import Judging, final_state
 from experiments.router_growth import Branch, measure
 from experiments.router_tables import draw, headline, tables
@@ -40,7 +40,14 @@ from experiments.session import identity
 from experiments.train import Config as TrainConfig
 from experiments.verdicts import CLEAN
 
-ROUTER_ARMS = tuple(arm for arm in ARMS if not arm.startswith("attention"))
+ROUTER_ARMS = (
+    "clean",
+    "learning rate ×10",
+    "learning rate ×40",
+    "batch ÷8",
+    "balance loss off",
+    "learning rate ×10, balance loss off",
+)
 BRANCHES = (
     *(Branch(rate=x) for x in (1.0, 3.0, 10.0, 40.0)),
     *(Branch(batch=x) for x in (2.0, 4.0, 8.0, 16.0)),
