@@ -24,7 +24,11 @@ Checkpoint = Mapping[str, Any]
 
 
 def continue_all(
-    settings: TrainConfig, run: Run, saved_at: Sequence[int], steps: int
+    settings: TrainConfig,
+    run: Run,
+    saved_at: Sequence[int],
+    steps: int,
+    known: Mapping[int, float] | None = None,
 ) -> list[dict[str, Any]]:
     """The checkpoints of a run, best first by health, each with its loss `steps` steps later.
 
@@ -33,9 +37,12 @@ def continue_all(
         run: The run, with the events that its checkpoints are to be ranked by.
         saved_at: Steps of its checkpoints.
         steps: Healthy steps from each of them on: no fault, the run's own learning rate and data.
+        known: Losses after these steps by checkpoint, where they were measured before: only the
+            ranking is made anew.
     """
     ranked = rank_checkpoints(run, saved_at)
-    after = continued(settings, [x.step for x in ranked], steps)
+    order = [x.step for x in ranked]
+    after = [known[x] for x in order] if known else continued(settings, order, steps)
     return [
         {
             "step": x.step,

@@ -9,7 +9,7 @@ beat a collapsing one with a lower loss, after 500 more steps of each?
     python -m experiments.grades                           everything
     python -m experiments.grades --parts story             runs, ladder and QK-norm
     python -m experiments.grades --parts ranking mixes     the rest
-    python -m experiments.grades --rejudge                 judge recorded runs anew, but for ranking
+    python -m experiments.grades --rejudge                 judge recorded runs anew
 
 About 15 minutes on one core. Rows go to `runs/grades.jsonl`, a run whose row is there is not
 measured again; figure: `runs/grades.html`. Results: `experiments/README.md`.
@@ -101,7 +101,7 @@ class Config:
         optimizer: Optimizer and snapshot ring.
         monitor: What is measured.
         alarms: Watching, and the pace of the ladder.
-        rejudge: Whether recorded runs of the story are judged anew.
+        rejudge: Whether recorded runs are judged, and their checkpoints ranked, anew.
         runs: Where runs, rows, texts and figure lie.
     """
 
@@ -147,8 +147,9 @@ def main(config: Config) -> Result:
                 if part not in config.parts:
                     continue
                 measure = partial(row_of, config, part, name, run, texts)
-                if config.rejudge and part == "story" and rows_there(file, [settings]):
-                    append_row(file, measure() | {"settings": settings})
+                there = rows_there(file, [settings])
+                if config.rejudge and part != "mixes" and there:
+                    append_row(file, measure(there[0]) | {"settings": settings})
                 measured(file, settings, measure)
     rows = rows_there(file, all_settings)
     figure = draw(rows, config.runs / "grades.html")
@@ -176,16 +177,25 @@ def row_settings(config: Config, part: Part, name: str, run: TrainConfig) -> dic
 
 
 def row_of(
-    config: Config, part: Part, name: str, settings: TrainConfig, texts: dict[str, Path]
+    config: Config,
+    part: Part,
+    name: str,
+    settings: TrainConfig,
+    texts: dict[str, Path],
+    before: Row | None = None,
 ) -> Row:
-    """The row of one run and one part of the question."""
+    """The row of one run and one part of the question.
+
+    Judged anew where it is there `before`: checkpoints are not continued again.
+    """
     recorded = run_one(settings)
     run = recorded
     if not settings.act:
         run = judged(recorded, settings.optimizer.warmup, config.alarms.window)
     row = {"kind": part, "arm": name, "seed": settings.seed}
     if part == "ranking":
-        found = continue_all(settings, run, config.ranked_at, config.continued)
+        known = {x["step"]: x["continued"] for x in before["checkpoints"]} if before else None
+        found = continue_all(settings, run, config.ranked_at, config.continued, known)
         return row | {"checkpoints": found, "onset": config.onset}
     graded = grades_of_texts(settings, texts)
     if part == "mixes":

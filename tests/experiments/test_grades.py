@@ -58,11 +58,12 @@ def test_rows_of_all_parts_are_written_once(toy, monkeypatch):
     assert result.figure.exists()
 
 
-def test_judging_anew_adds_the_rows_of_the_story(toy):
+def test_judging_anew_adds_rows_and_continues_nothing_again(toy, monkeypatch):
     config, result = toy
     before = len(read_jsonl(result.file))
+    monkeypatch.setattr("experiments.continuing.continued", lambda *_: pytest.fail("went on"))
     again = main(dataclasses.replace(config, rejudge=True))
-    assert len(read_jsonl(result.file)) == before + 2
+    assert len(read_jsonl(result.file)) == before + 3
     assert again.rows == result.rows
 
 
