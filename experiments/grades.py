@@ -211,7 +211,7 @@ def story(config: Config, name: str, run: Run, loss: float) -> Row:
     steps, ratios = run.metrics[RATIO]
     later = ratios[(steps > onset) & (steps > config.optimizer.warmup)]
     before = ratios[(steps <= onset) & (steps > config.optimizer.warmup)]
-    actions = [x for x in run.events if x["kind"] == "action"]
+    actions = [x for x in run.events if x["kind"] == "action" and ARMS[name].act]
     return {
         "onset": onset,
         "before": float(before[-4:].mean()) if len(before) else None,

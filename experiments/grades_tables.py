@@ -113,7 +113,7 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
 def story_markdown(rows: list[Row]) -> str:
     """Before and after the onset, alarms, loss and actions, seed by seed."""
     names = ["rank ratio before", "lowest after", "at the end", "grade alarm", "first alarm"]
-    names += ["loss alarm", "attention entropy", "held-out loss", "actions"]
+    names += ["what it was", "loss alarm", "attention entropy", "held-out loss", "actions"]
     lines = head(["arm", "seeds", *names])
     for arm in arms_of(rows):
         of = [row for row in rows if row["arm"] == arm]
@@ -123,6 +123,7 @@ def story_markdown(rows: list[Row]) -> str:
             *(", ".join(_graded(row[name]) for row in of) for name in ("before", "lowest", "late")),
             steps(row["grade_alarm"] for row in of),
             steps(row["first_alarm"] for row in of),
+            ", ".join(map(_what, of)),
             steps(row["loss_alarm"] for row in of),
             numbers(row["attention_entropy"] for row in of),
             numbers(row["held_out"] for row in of),
@@ -224,4 +225,11 @@ def _graded(ratio: float | None) -> str:
 
 
 def _actions(row: Row) -> str:
-    return ", ".join([*row["actions"], *(["stopped"] if row["stopped"] else [])])
+    """How often the ladder rolled back, and how it ended."""
+    back = sum(x.startswith("roll back") for x in row["actions"])
+    ends = ["stopped"] if row["stopped"] else [x for x in row["actions"] if "resume" in x][-1:]
+    return ", ".join([f"{back} rollbacks", *ends]) if row["actions"] else ""
+
+
+def _what(row: Row) -> str:
+    return "–" if row["first_key"] is None else row["first_key"].replace("/global", "")

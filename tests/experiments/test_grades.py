@@ -116,11 +116,12 @@ def test_the_story_counts_from_the_onset(tmp_path):
     dry = acted | {"action": "stop", "dry": True}
     events = (alarm(30, key), alarm(45, "other"), alarm(50, key), acted, dry)
     run = Run("r", tmp_path, {}, flat | {key: (steps, ratios)}, events, ())
-    row = story(TOY, "learning rate ×40", run, 2.0)
+    row = story(TOY, "learning rate ×40, ladder", run, 2.0)
     assert (row["before"], row["lowest"], row["late"]) == pytest.approx((0.65, 0.25, 0.25 + 0.1))
     assert (row["grade_alarm"], row["first_alarm"], row["loss_alarm"]) == (10, 5, None)
     assert row["first_key"] == "other"
     assert row["actions"] == ["roll back 50"]
+    assert story(TOY, "learning rate ×40", run, 2.0)["actions"] == []
 
 
 CHECKPOINTS = [
