@@ -98,6 +98,21 @@ def claims(rows: list[Row]) -> list[tuple[str, str, str]]:
         "QK-norm lowers the loss of a large initialisation by 5 %",
         [near(healed[s], large[s], -NEAR) for s in healed if s in large],
     )
+    own = lambda name: {
+        row["seed"]: row["texts"][name]["ratio"]
+        for row in of_kind(rows, "mixes")
+        if row["arm"] == name
+    }
+    prose, repeated = own("prose"), own("repeated prose")
+    claim(
+        "Prose over and over has the lower rank ratio",
+        [repeated[s] < prose[s] for s in repeated if s in prose],
+    )
+    apart = lambda row: row["texts"]["code"]["segments"][-1] - row["texts"]["code"]["segments"][0]
+    claim(
+        "A fault lowers the back of the context more than the front",
+        [apart(x[s]) < apart(clean[s]) for x in (faulty, of("attention")) for s in x if s in clean],
+    )
     if ranking:
         wins = [wins_of(row) for row in ranking]
         claim("Healthy beats collapsing in disputed pairs", [x for won in wins for x in won])

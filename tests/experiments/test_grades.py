@@ -151,11 +151,15 @@ def test_rank_correlation_of_two_orders():
 
 def test_a_claim_counts_its_runs():
     row = {"kind": "story", "arm": "learning rate ×40", "loss_alarm": 30, "held_out": 2.0}
+    row["texts"] = {"code": {"segments": [0.5, 0.4]}}
     fell = row | {"seed": 1, "before": 0.65, "lowest": 0.25, "grade_alarm": 20}
     stayed = row | {"seed": 2, "before": 0.65, "lowest": 0.62, "grade_alarm": None}
     found = {words: (word, count) for words, word, count in claims([fell, stayed])}
     assert found["The grade falls by two or more"] == ("partly", "1 of 2")
     assert found["Its alarm comes before the loss's"] == ("partly", "1 of 2")
+    clean = fell | {"arm": "clean", "texts": {"code": {"segments": [0.5, 0.5]}}}
+    back = "A fault lowers the back of the context more than the front"
+    assert (back, "reproduces", "1 of 1") in claims([fell, stayed, clean])
 
 
 def test_texts_are_of_their_kinds(tmp_path):
