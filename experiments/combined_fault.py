@@ -8,7 +8,7 @@ alarms say in each?
     python -m experiments.combined_fault              every arm
     python -m experiments.combined_fault --rejudge    judge recorded runs anew
 
-About 10 minutes on one core, 5 where `router_fault.py` was run before: clean and learning-rate
+About 6 minutes on one core, 3 where `router_fault.py` was run before: clean and learning-rate
 arms are the same runs, which are trained once. Rows go to `runs/combined_fault.jsonl`, a run whose
 row is there is not measured again; figure: `runs/combined_fault.html`. Results:
 `experiments/README.md`.

@@ -11,7 +11,7 @@ beat a collapsing one with a lower loss, after 500 more steps of each?
     python -m experiments.grades --parts ranking mixes     the rest
     python -m experiments.grades --rejudge                 judge recorded runs anew
 
-About 15 minutes on one core. Rows go to `runs/grades.jsonl`, a run whose row is there is not
+About 12 minutes on one core. Rows go to `runs/grades.jsonl`, a run whose row is there is not
 measured again; figure: `runs/grades.html`. Results: `experiments/README.md`.
 
 Two layers, D = 64, dense. Arms of a seed share data and, but for QK-norm and the initialisation's

@@ -67,10 +67,10 @@ EXPERIMENTS = (
     Experiment(
         "router_fault",
         "How does a router of experts show a wrong learning rate, batch or balance loss?",
-        25,
+        10,
         tables="experiments.router_tables",
     ),
-    Experiment("combined_fault", "Are two faults at once told apart?", 10),
+    Experiment("combined_fault", "Are two faults at once told apart?", 6),
     Experiment(
         "msign_rescue",
         "Does MSign hold a run that AdamW loses?",
@@ -80,7 +80,7 @@ EXPERIMENTS = (
     Experiment(
         "grades",
         "Does the rank of activations grade a run, and choose its checkpoint?",
-        15,
+        12,
         tables="experiments.grades_tables",
     ),
     Experiment(
