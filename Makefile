@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := experiments,cli,tensorboard,prometheus,test,dev
 
-.PHONY: demo test check lint bench clean
+.PHONY: demo test check lint bench evidence clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -29,6 +29,10 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m experiments.bench_metrics monitor
 	$(BIN)/python -m experiments.bench_msign
 	$(BIN)/python -m experiments.bench_sharded
+
+# Hours; resumable. How long each experiment takes: experiments/README.md.
+evidence: $(VENV)/.installed
+	$(BIN)/python -m experiments.evidence run
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache

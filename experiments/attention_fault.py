@@ -8,7 +8,9 @@ exact. Which monitor notices first, and how long before the loss?
     python -m experiments.attention_fault reference    learn the reference anew from clean seeds
 
 Two layers, 2,000 steps; `demo` about 2 minutes on two cores, `seeds` three times that, `reference`
-twice. A run that is already there is not run again. Results: `experiments/README.md`.
+twice. A run that is already there is not run again. Rows: `runs/attention_fault.jsonl`, a figure
+for each seed: `runs/attention-fault-seed<n>/report.html`. Results: `experiments/README.md`. Doses
+and models: `attention_doses.py`.
 
 Each faulty run is judged against a reference learned from clean runs of other seeds: an alarm is
 |z| > 5 in two samples running. Metrics that sit at another level for every seed (norms, stable
@@ -17,8 +19,9 @@ best chance: the held-out loss, always on the same text, as often as the spectra
 run has the same seed, data, initialisation and even compiled program; its fault never comes on.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Literal
 
 import tyro
@@ -26,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from experiments.faults import AttentionFault
+from experiments.rows import Row, measured, rows_there
 from experiments.step import MonitorConfig, OptimizerConfig
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
@@ -103,7 +107,7 @@ def main(config: Config) -> list[Result]:
         learn_reference(config).save(config.reference)
         console.print(f"reference: {config.reference}")
         return []
-    reference = Reference.load(config.reference)
+    reference, file = Reference.load(config.reference), config.runs / "attention_fault.jsonl"
     seeds = config.seeds[:1] if config.command == "demo" else config.seeds
     results = []
     for seed in seeds:
@@ -119,8 +123,10 @@ def main(config: Config) -> list[Result]:
             table=[row.__dict__ for row in result.table],
         )
         console.print(f"report: {report}")
+        measured(file, settings_of(config, seed, reference), lambda it=result: row_of(it))
     if config.command == "seeds":
-        console.print(seeds_markdown(results, seeds))
+        rows = rows_there(file, [settings_of(config, seed, reference) for seed in seeds])
+        console.print(tables(rows), headline(rows), sep="\n\n", markup=False, soft_wrap=True)
     return results
 
 
@@ -195,16 +201,49 @@ def verdict(result: Result, onset: int) -> str:
     return f"{seen}, {spectrum.lead} steps before the held-out loss ({loss.first})."
 
 
-def seeds_markdown(results: list[Result], seeds: tuple[int, ...]) -> str:
-    """First alarms by seed, as a table for `experiments/README.md`."""
-    head = "| monitor | " + " | ".join(f"seed {s}" for s in seeds) + " |\n"
-    lines = [head + "|---" * (len(seeds) + 1) + "|"]
-    for name in KEYS:
-        firsts = [next(r.first for r in x.table if r.monitor == name) for x in results]
-        lines.append(f"| {name} | " + " | ".join(str(f or "never") for f in firsts) + " |")
-    quiet = [", ".join(x.false_alarms) or "none" for x in results]
+def settings_of(config: Config, seed: int, reference: Reference) -> Row:
+    """What tells the row of one seed from others."""
+    held = asdict(config)
+    for name in ("command", "seeds", "reference_seeds", "reference", "runs"):
+        del held[name]
+    return held | {"seed": seed, "judged_by": reference.source["runs"]}
+
+
+def row_of(result: Result) -> Row:
+    """First alarms of a faulty run, and the monitors that alarmed in the matched clean one."""
+    firsts = {row.monitor: row.first for row in result.table}
+    return {"firsts": {name: firsts[name] for name in KEYS}, "clean": result.false_alarms}
+
+
+def tables(rows: list[Row]) -> str:
+    """First alarms by seed."""
+    seeds = [f"seed {row['settings']['seed']}" for row in rows]
+    lines = ["| monitor | " + " | ".join(seeds) + " |", "|---" * (len(rows) + 1) + "|"]
+    for name in rows[0]["firsts"]:
+        firsts = [str(row["firsts"][name] or "never") for row in rows]
+        lines.append(f"| {name} | " + " | ".join(firsts) + " |")
+    quiet = [", ".join(row["clean"]) or "none" for row in rows]
     lines.append("| alarms in the matched clean run | " + " | ".join(quiet) + " |")
     return "\n".join(lines)
+
+
+def headline(rows: list[Row]) -> str:
+    """By how many steps Δ2 is ahead of the gradient norm and of the losses, where it is."""
+    leads, ahead = [], True
+    for name in ("gradient norm", "held-out loss", "training loss"):
+        # What never alarms does so at the end at the earliest.
+        firsts = [
+            [row["firsts"][x] or row["settings"]["steps"] for x in ("Δ2 spectrum", name)]
+            for row in rows
+        ]
+        lead = [later - first for first, later in firsts]
+        ahead &= min(lead) > 0
+        leads.append(f"{median(lead):g} ({min(lead)} to {max(lead)}) before the {name}")
+    quiet = sum(not row["clean"] for row in rows)
+    return (
+        f"{'reproduces' if ahead else 'partly'}: Δ2 alarms {', '.join(leads)}, in steps, median of "
+        f"{len(rows)} seeds; {quiet} of {len(rows)} matched clean runs without any alarm"
+    )
 
 
 if __name__ == "__main__":

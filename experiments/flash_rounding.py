@@ -33,17 +33,12 @@ from rich.console import Console
 
 from models.flash import softmax_shift
 from stabmon import repeated_maximum
+from stabmon.output.jsonl import plain
 
 CASES = (("same", None), ("same", 2.0), ("same", 8.0), ("either", None))
-REMEDIES = (
-    "none",
-    "factors of P̄ V in float32",
-    "O in float32",
-    "P̄ V in float32",
-    "δ = rowsum(dP ∘ P)",
-    "β = 2",
-    "β = 8",
-)
+HEALS = ("O in float32", "P̄ V in float32", "δ = rowsum(dP ∘ P)")
+REMEDIES = ("none", "factors of P̄ V in float32", *HEALS, "β = 2", "β = 8")
+CLEAR = 4.0
 
 
 @dataclass(frozen=True)
@@ -102,19 +97,13 @@ def main(config: Config) -> Result:
         for remedy in REMEDIES
     ]
     heads = [one_head(config, rng, share) for share in np.linspace(0, 1, config.heads)]
-    counted, drift = [x["repeated"] for x in heads], [x["delta_error"] for x in heads]
     heads.append(one_head(config, rng, 1.0, apart=0.004))
-    correlation = float(np.corrcoef(counted, drift)[0, 1])
     config.runs.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(row) + "\n" for row in bias + remedies + heads]
     (config.runs / "flash_rounding.jsonl").write_text("".join(lines))
-    console = Console(soft_wrap=True)
-    console.print(bias_markdown(config, bias), remedies_markdown(config, remedies), sep="\n\n")
-    console.print(f"correlation of repeated maxima and error of δ over heads: {correlation:.3f}")
-    for row in (heads[0], *heads[-2:]):
-        text = "{repeated:.0f} rows counted, logits {apart} apart: error of δ {delta_error:+.1e}"
-        console.print(text.format(**row), f"(z {row['z']:+.0f})")
-    return Result(bias, remedies, heads, correlation, draw(config, bias, heads))
+    rows = [plain(row) for row in bias + remedies + heads]
+    Console(soft_wrap=True).print(tables(rows), headline(rows), sep="\n\n", markup=False)
+    return Result(bias, remedies, heads, correlation(rows), draw(config, bias, heads))
 
 
 def draw_rows(
@@ -208,28 +197,77 @@ def one_head(
     return row | {"delta_error": float(error.mean() / scale), "z": _z(error)}
 
 
-def bias_markdown(config: Config, rows: list[dict[str, Any]]) -> str:
-    """Mean error of P̄ V in last places; |z| < 4 in brackets."""
-    lines = ["| values | softmax | P̄ = 1 | " + " | ".join(f"gap {g:g}" for g in config.gaps) + " |"]
-    lines.append("|---" * (3 + len(config.gaps)) + "|")
-    groups = dict.fromkeys((r["sign"], r["beta"], r["ones"]) for r in rows)
-    for sign, beta, ones in groups:
-        of = [r for r in rows if (r["sign"], r["beta"], r["ones"]) == (sign, beta, ones)]
-        marks = [f"{r['ulp']:+.3f}" if abs(r["z"]) >= 4 else f"({r['ulp']:+.3f})" for r in of]
+def tables(rows: list[dict[str, Any]]) -> str:
+    """Errors of P̄ V and of δ, and what the monitor counts."""
+    bias, remedies, heads = parts(rows)
+    gaps = list(dict.fromkeys(row["gap"] for row in bias))
+    columns = " | ".join(f"gap {gap:g}" for gap in gaps)
+    lines = [
+        "Error of P̄ V in units of its last bfloat16 place, away from zero positive; in brackets "
+        f"|z| < {CLEAR:g}:\n",
+        f"| values | softmax | P̄ = 1 | {columns} |",
+        "|---" * (3 + len(gaps)) + "|",
+    ]
+    for sign, beta, ones in dict.fromkeys((r["sign"], r["beta"], r["ones"]) for r in bias):
+        of = [r for r in bias if (r["sign"], r["beta"], r["ones"]) == (sign, beta, ones)]
+        marks = [f"{r['ulp']:+.3f}" if abs(r["z"]) >= CLEAR else f"({r['ulp']:+.3f})" for r in of]
+        values = "one sign" if sign == "same" else "either sign"
         name = "plain" if beta is None else f"β = {beta:g}"
-        lines.append(f"| {sign} | {name} | {ones} | " + " | ".join(marks) + " |")
-    return "\n".join(lines)
-
-
-def remedies_markdown(config: Config, rows: list[dict[str, Any]]) -> str:
-    """Mean error of δ relative to mean |δ|, its z in brackets."""
-    lines = ["| remedy | " + " | ".join(f"gap {g:g}" for g in config.gaps) + " |"]
-    lines.append("|---" * (1 + len(config.gaps)) + "|")
-    for remedy in REMEDIES:
-        of = [r for r in rows if r["remedy"] == remedy]
+        lines.append(f"| {values} | {name} | {ones} | " + " | ".join(marks) + " |")
+    lines += [
+        "\nError of δ = rowsum(dO ∘ O) where two P̄ are 1 and dO leans to the sign of the values, "
+        "relative to mean |δ|, z in brackets:\n",
+        f"| remedy | {columns} |",
+        "|---" * (1 + len(gaps)) + "|",
+    ]
+    for remedy in dict.fromkeys(row["remedy"] for row in remedies):
+        of = [r for r in remedies if r["remedy"] == remedy]
         cells = [f"{r['mean']:+.1e} ({r['z']:+.0f})" for r in of]
         lines.append(f"| {remedy} | " + " | ".join(cells) + " |")
+    lines += [
+        "\nHeads that repeat the maximum in more and more of their rows (gap 12), and one whose "
+        "two largest logits differ a little:\n",
+        "| rows with an equal maximum | logits apart | rows counted | error of δ (z) |",
+        "|---" * 4 + "|",
+    ]
+    for r in (heads[0], heads[(len(heads) - 1) // 2], *heads[-2:]):
+        share, error = f"{100 * r['share'] * (r['apart'] == 0):.0f} %", f"{r['delta_error']:+.1e}"
+        counted = f"{r['apart']:g} | {r['repeated']:.0f}"
+        lines.append(f"| {share} | {counted} | {error} ({r['z']:+.0f}) |")
     return "\n".join(lines)
+
+
+def headline(rows: list[dict[str, Any]]) -> str:
+    """Whether the bias is there, heals, and is predicted."""
+    bias, remedies, _ = parts(rows)
+    two = [r for r in bias if r["sign"] == "same" and r["beta"] is None and r["ones"] == 2]
+    there = [r["gap"] for r in two if r["z"] > CLEAR]
+    error = {(r["remedy"], r["gap"]): r for r in remedies}
+    last = max(r["gap"] for r in remedies)
+    plain_error, healed = error["none", last], [error[x, last] for x in HEALS]
+    heals = sum(abs(r["mean"]) < plain_error["mean"] / 20 for r in healed)
+    r = correlation(rows)
+    good = bool(there) and heals == len(HEALS) and r > 0.9
+    where = f"from a gap of {min(there):g} on" if there else "nowhere"
+    return (
+        f"{'reproduces' if good else 'partly'}: two P̄ = 1 bias P̄ V {where} "
+        f"({max(x['ulp'] for x in two):+.2f} places at most); "
+        f"{heals} of {len(HEALS)} remedies heal, β = 2: error of δ {plain_error['mean']:+.1e} → "
+        f"{error['β = 2', last]['mean']:+.1e}; "
+        f"monitor and error correlate at {r:.3f}"
+    )
+
+
+def parts(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Rows of the bias, of the remedies, and of the heads."""
+    return [[r for r in rows if r["table"] == name] for name in ("bias", "remedies", "heads")]
+
+
+def correlation(rows: list[dict[str, Any]]) -> float:
+    """Over heads with equal maxima, of the monitor's count and the error of δ."""
+    heads = [r for r in parts(rows)[2] if r["apart"] == 0]
+    counted, drift = [x["repeated"] for x in heads], [x["delta_error"] for x in heads]
+    return float(np.corrcoef(counted, drift)[0, 1])
 
 
 def draw(config: Config, bias: list[dict[str, Any]], heads: list[dict[str, Any]]) -> Path:

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 # A run may go on elsewhere, be shown otherwise, or be judged by something else.
-_SKIPPED = {"name", "runs", "resume", "quiet", "steps", "checkpoint_every", "reference"}
+_SKIPPED = {"name", "runs", "resume", "quiet", "steps", "checkpoint_every", "keep", "reference"}
 _SKIPPED |= {"placement", "distributed", "sinks"}
 # Options that came in later count only where they are used: older runs stay what they are.
 _LATER = {

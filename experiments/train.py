@@ -75,6 +75,7 @@ class Config:
         alarms: Watching without a reference, and how the ladder is climbed.
         evaluate_every: Steps between evaluations on the held-out split; 0: only at the end.
         checkpoint_every: Steps between checkpoints; 0: only at the end.
+        keep: Newest checkpoints that stay; 0: all. A watched run keeps what its ledger asks for.
         resume: Go on from the newest checkpoint.
         quiet: No progress on the terminal.
     """
@@ -99,6 +100,7 @@ class Config:
     alarms: AlarmConfig = field(default_factory=AlarmConfig)
     evaluate_every: int = 0
     checkpoint_every: int = 500
+    keep: int = 3
     resume: bool = False
     quiet: bool = False
 
@@ -159,7 +161,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
     watched = config.act or config.alarms.on
     folder = config.runs / config.name
     with shared_log(folder, identity(config), config.resume) as log:
-        saved = Checkpoints(folder / "checkpoints", keep=None if watched else 3)
+        saved = Checkpoints(folder / "checkpoints", keep=None if watched else config.keep or None)
         fresh: Callable[[], TrainState] = lambda: init(config.seed)
         state = fresh()
         acting = None

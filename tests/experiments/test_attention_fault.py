@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from experiments.attention_fault import KEYS, Config, learn_reference, main
+from experiments.attention_fault import KEYS, Config, headline, learn_reference, main, tables
 from models.config import GPTConfig
 from stabmon.output.runlog import read_jsonl
 
@@ -58,3 +58,26 @@ def test_before_the_onset_both_runs_are_the_same(toy):
 def test_a_seed_of_the_reference_is_refused(toy):
     with pytest.raises(ValueError, match="seed 10 is in the reference: it would judge itself"):
         main(dataclasses.replace(toy, command="demo", seeds=(10,)))
+
+
+def test_a_row_is_written_once_and_makes_the_table(toy):
+    for command in ("demo", "seeds"):
+        main(dataclasses.replace(toy, command=command))
+    (row,) = read_jsonl(toy.runs / "attention_fault.jsonl")
+    assert tuple(row["firsts"]) == tuple(KEYS)
+    assert row["settings"]["judged_by"] == ["attention-clean-seed10", "attention-clean-seed11"]
+    table = tables([row])
+    assert table.splitlines()[0] == "| monitor | seed 0 |"
+    assert len(table.splitlines()) == 3 + len(KEYS)
+
+
+def test_the_headline_counts_what_is_ahead_of_what():
+    firsts = {"Δ2 spectrum": 100, "gradient norm": 120, "held-out loss": None, "training loss": 400}
+    row = {"firsts": firsts, "clean": [], "settings": {"steps": 500, "seed": 0}}
+    late = row | {"firsts": firsts | {"Δ2 spectrum": 125}, "clean": ["gradient norm"]}
+    assert headline([row]).startswith(
+        "reproduces: Δ2 alarms 20 (20 to 20) before the gradient norm"
+    )
+    text = headline([row, late])
+    assert text.startswith("partly: Δ2 alarms 7.5 (-5 to 20) before the gradient norm, 387.5 (375")
+    assert text.endswith("1 of 2 matched clean runs without any alarm")

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.flash_rounding import REMEDIES, Config, main, products
+from experiments.flash_rounding import REMEDIES, Config, headline, main, products, tables
+from stabmon.output.jsonl import read_jsonl
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +42,17 @@ def test_rows_and_figure_are_written(toy):
     assert toy.figure.stat().st_size > 1_000_000
     lines = toy.figure.with_suffix(".jsonl").read_text().splitlines()
     assert len(lines) == len(toy.bias) + len(toy.remedies) + len(toy.heads)
+
+
+def test_tables_and_headline_come_from_the_rows(toy):
+    rows = read_jsonl(toy.figure.with_suffix(".jsonl"))
+    text = tables(rows)
+    assert text.count("\n| one sign | plain |") == 2
+    assert all(f"| {remedy} |" in text for remedy in REMEDIES)
+    assert headline(rows).startswith("reproduces: two P̄ = 1 bias P̄ V from a gap of 9 on")
+    unhealed = [r | {"mean": 1e-3} if r.get("remedy") == "O in float32" else r for r in rows]
+    assert headline(unhealed).startswith("partly: ")
+    assert "2 of 3 remedies heal" in headline(unhealed)
 
 
 def test_a_tie_is_broken_by_what_is_left():
