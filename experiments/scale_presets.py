@@ -16,7 +16,6 @@ About MINUTES minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
 """
 
 import resource
-import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
@@ -198,9 +197,7 @@ def _apart(name: str, seed: int) -> Row:
 def two_steps(name: str, layers: int, context: int, seed: int) -> Row:
     """The full step compiled; two steps of the reduced one, on random tokens."""
     full = paper_config(name)
-    start = time.perf_counter()
     memory = compiled_memory(full)
-    seconds = time.perf_counter() - start
     model = replace(full.model, layers=layers, context=context)
     init, step, _ = make_step(model, full.optimizer, MonitorConfig(delta=0), None)
     rng = np.random.default_rng(seed)
@@ -216,7 +213,6 @@ def two_steps(name: str, layers: int, context: int, seed: int) -> Row:
         "paper": {"rate": PAPERS[name].rate, "tokens": PAPERS[name].tokens},
         "source": PAPERS[name].source,
         "full": {"layers": full.model.layers, "context": full.model.context, "batch": full.batch},
-        "compile_seconds": seconds,
         "full_bytes": memory,
         "reduced": {"layers": layers, "context": context, "batch": 1},
         "reduced_parameters": count(replace(full, model=model)),
