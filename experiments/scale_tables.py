@@ -16,7 +16,8 @@ def tables(rows: list[Row]) -> str:
     presets, runs = _split(rows)
     lines = [
         "| preset | parameters | paper: layers, context, tokens a step, rate | memory of the "
-        "compiled full step, one sequence | two steps taken with | loss; uniform is | peak memory |",
+        "compiled full step, one sequence | two steps taken with | loss; uniform is "
+        "| peak memory |",
         "|---" * 7 + "|",
     ]
     for row in presets:
