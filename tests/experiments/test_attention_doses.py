@@ -27,7 +27,7 @@ from models.config import GPTConfig
 from stabmon.output.runlog import RunLog
 
 TOY = Config(
-    arms=("clean", "7/0"),
+    arms=("7/0",),
     seeds=(0,),
     more_seeds=(10, 11),
     onset=110,
