@@ -39,7 +39,7 @@ from rich.console import Console
 from experiments.checkpoints import Checkpoints
 from experiments.data import batches, load_corpus
 from experiments.jacobians import block_jacobians, least
-from experiments.rescue_arms import ARMS, CONFIGURATIONS, SEEDS
+from experiments.rescue_arms import ARMS, CONFIGURATIONS
 from experiments.rescue_tables import draw, tables
 from experiments.session import identity
 from experiments.step import MonitorConfig, make_step
@@ -65,7 +65,7 @@ class Config:
     Attributes:
         configurations: Of `CONFIGURATIONS`.
         arms: Of `ARMS`; a configuration runs those of them that it has.
-        seeds: Of initialisation and data order.
+        seeds: Of initialisation and data order; None: those of each configuration's verdict.
         steps: Length of a run; None: the configuration's own.
         model: Shape instead of the configuration's own; None: that.
         runs: Where runs, rows and figure lie.
@@ -74,7 +74,7 @@ class Config:
 
     configurations: tuple[str, ...] = tuple(CONFIGURATIONS)
     arms: tuple[str, ...] = tuple(ARMS)
-    seeds: tuple[int, ...] = SEEDS
+    seeds: tuple[int, ...] | None = None
     steps: int | None = None
     model: GPTConfig | None = None
     runs: Path = Path("runs")
@@ -113,7 +113,7 @@ def plan(config: Config) -> list[tuple[str, str, int]]:
         for name in config.configurations
         for arm in CONFIGURATIONS[name].arms
         if arm in config.arms
-        for seed in config.seeds
+        for seed in config.seeds or CONFIGURATIONS[name].seeds
     ]
 
 

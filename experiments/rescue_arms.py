@@ -40,7 +40,6 @@ def _changed(**options: Any) -> Arm:
 
 
 CLEAN, ADAMW = "clean", "adamw"
-SEEDS = (0, 1, 2)  # of the verdict; others served to choose a configuration
 MAIN = {
     CLEAN: Arm(healthy=True),
     ADAMW: Arm(),
@@ -103,12 +102,14 @@ class Configuration:
         arms: Of `ARMS`, in the order of running.
         judged: The arm that the claim is judged by; chosen before the runs.
         says: What it is, for a reader.
+        seeds: Of the verdict; runs of other seeds served to choose the configuration.
     """
 
     run: TrainConfig
     arms: tuple[str, ...]
     judged: str
     says: str
+    seeds: tuple[int, ...] = (0, 1, 2)
 
 
 _SHORT = (*MAIN, "attention P=10")

@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from experiments.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS, SEEDS
+from experiments.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
 MLP = "MLP P=50"
@@ -22,7 +22,7 @@ HOLDS, FAILS = 5.0, 20.0  # per cent above the clean run of the seed: at most, a
 
 def tables(rows: list[Row]) -> str:
     """Every configuration's arms, then what decides, then the seeds of development."""
-    judged = [row for row in rows if row["seed"] in SEEDS]
+    judged = [row for row in rows if _counts(row)]
     parts = []
     for name in _names(judged):
         chosen = _of(judged, name)
@@ -31,14 +31,14 @@ def tables(rows: list[Row]) -> str:
         parts.append(_arms(chosen))
     if judged:
         parts += ["What decides:", _claim(judged), "By period:", _periods(judged)]
-    if early := [row for row in rows if row["seed"] not in SEEDS]:
+    if early := [row for row in rows if not _counts(row)]:
         parts += ["Development seeds, not in the verdict:", _development(early)]
     return "\n\n".join(parts)
 
 
 def headline(rows: list[Row]) -> str:
     """The verdict in one line: a word, then the numbers that decide."""
-    rows = [row for row in rows if row["seed"] in SEEDS]
+    rows = [row for row in rows if _counts(row)]
     names = _names(rows)
     met = [name for name in names if holds(rows, name)]
     mlp = [x for name in met for x in over(rows, name, MLP)]
@@ -74,7 +74,7 @@ def over(rows: list[Row], configuration: str, arm: str | None = None) -> list[fl
 def holds(rows: list[Row], configuration: str) -> bool:
     """Whether the judged arm ends near clean and AdamW far above it, in each of all seeds."""
     near = over(rows, configuration)
-    return _near(near) and _fails(rows, configuration, ADAMW)
+    return _near(near, configuration) and _fails(rows, configuration, ADAMW)
 
 
 def bracket(rows: list[Row], configuration: str) -> str:
@@ -82,9 +82,9 @@ def bracket(rows: list[Row], configuration: str) -> str:
     last = None
     for period, arm in _by_period(rows, configuration):
         ratios = over(rows, configuration, arm)
-        if len(ratios) < len(SEEDS):
+        if len(ratios) < len(CONFIGURATIONS[configuration].seeds):
             continue
-        if not _near(ratios):
+        if not _near(ratios, configuration):
             found = f"{period} ({_range(ratios)})"
             return f"fails at {found}" if last is None else f"between {last} and {found}"
         last = f"{period} ({_range(ratios)})"
@@ -202,13 +202,20 @@ def _by_period(rows: list[Row], configuration: str) -> list[tuple[int, str]]:
     return sorted((int(match[1]), match[0]) for match in matches if match)
 
 
-def _near(ratios: list[float]) -> bool:
-    return len(ratios) >= len(SEEDS) and all(x <= HOLDS for x in ratios)
+def _counts(row: Row) -> bool:
+    """Whether a row's seed is one of the verdict."""
+    return row["seed"] in CONFIGURATIONS[row["configuration"]].seeds
+
+
+def _near(ratios: list[float], configuration: str) -> bool:
+    whole = len(ratios) >= len(CONFIGURATIONS[configuration].seeds)
+    return whole and all(x <= HOLDS for x in ratios)
 
 
 def _fails(rows: list[Row], configuration: str, arm: str) -> bool:
     ratios = over(rows, configuration, arm)
-    return len(ratios) >= len(SEEDS) and not any(x < FAILS for x in ratios)
+    whole = len(ratios) >= len(CONFIGURATIONS[configuration].seeds)
+    return whole and not any(x < FAILS for x in ratios)
 
 
 def _jacobian(rows: list[Row], name: str) -> float:

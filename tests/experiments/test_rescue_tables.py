@@ -75,6 +75,6 @@ def test_seeds_of_development_are_listed_and_not_judged():
 
 
 def test_the_figure_has_a_curve_for_each_run():
-    figure = draw(rows())
-    assert len(figure.data) == len(rows())
-    assert sum(bool(trace.showlegend) for trace in figure.data) == len(RESCUED)
+    traces = draw(rows()).to_dict()["data"]
+    assert len(traces) == len(rows())
+    assert sum(trace["showlegend"] for trace in traces) == len(RESCUED)
