@@ -118,12 +118,17 @@ def plan(config: Config) -> list[tuple[str, str, int]]:
 
 
 def rows_there_are(config: Config, file: Path) -> list[dict[str, Any]]:
-    """All rows of the file that this configuration would write, for any arm and seed, in order."""
+    """All rows of the file that this configuration would write, for any arm and seed, in order.
+
+    Runs of development seeds may be of any length.
+    """
     rows = []
     for row in read_jsonl(file):
         where = row["configuration"], row["arm"], row["seed"]
         if where[0] in config.configurations and where[1] in ARMS:
-            settings = settings_of(config, *where)
+            own = where[2] in CONFIGURATIONS[where[0]].seeds
+            steps = config.steps if own else row["settings"]["steps"]
+            settings = settings_of(replace(config, steps=steps), *where)
             if _key(row["settings"]) == _key(settings_row(settings)):
                 rows.append(row)
     order, names = list(ARMS), list(CONFIGURATIONS)

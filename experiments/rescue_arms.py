@@ -80,7 +80,7 @@ EXPERTS = replace(FAULT, model=replace(FAULT.model, experts=8, feedforward=64))
 MODERN = replace(
     FAULT, model=replace(FAULT.model, positions="rope", kv_heads=2, activation="swiglu")
 )
-MILD = replace(MODERN, fault=AttentionFault(bits_o=6, bits_do=6, onset=200))
+MILD = replace(MODERN, steps=800, fault=AttentionFault(bits_o=6, bits_do=6, onset=200))
 RATE = TrainConfig(
     steps=1200,
     batch=8,
@@ -130,7 +130,13 @@ CONFIGURATIONS = {
     "modern": Configuration(
         MODERN, _SHORT, "attention P=50", "as fault, with RoPE, SwiGLU and two kv heads"
     ),
-    "mild": Configuration(MILD, _SHORT, "attention P=50", "as modern, 6 bits of O and dO"),
+    "mild": Configuration(
+        MILD,
+        (*_SHORT, "attention P=100"),
+        "attention P=10",
+        "as modern, 6 bits of O and dO",
+        seeds=(3, 4, 5),
+    ),
     "rate": Configuration(
         RATE,
         _SHORT,

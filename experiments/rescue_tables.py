@@ -179,20 +179,21 @@ def _development(rows: list[Row]) -> str:
     """Runs that served to choose a configuration."""
     cells = []
     for row in rows:
-        same = [r for r in rows if r["seed"] == row["seed"]]
-        ratio = over(
-            [r for r in same if r["arm"] in (CLEAN, row["arm"])], row["configuration"], row["arm"]
-        )
+        same = [other for other in rows if other["seed"] == row["seed"]]
+        ratio = over(same, row["configuration"], row["arm"])
         cells.append(
             [
                 row["configuration"],
                 row["arm"],
                 str(row["seed"]),
+                f"{row['settings']['steps']:,}",
                 f"{row['loss']:.2f}",
                 _list(ratio, "+.1f", " %"),
             ]
         )
-    return _markdown(["configuration", "arm", "seed", "held-out loss", "over clean"], cells)
+    return _markdown(
+        ["configuration", "arm", "seed", "steps", "held-out loss", "over clean"], cells
+    )
 
 
 def _by_period(rows: list[Row], configuration: str) -> list[tuple[int, str]]:

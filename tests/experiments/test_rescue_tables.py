@@ -71,7 +71,7 @@ def test_two_configurations_are_wanted():
 def test_seeds_of_development_are_listed_and_not_judged():
     early = rows(losses={"clean": (2.0,), "adamw": (2.0,)}, seeds=(10,))
     assert headline(rows() + early) == headline(rows())
-    assert "| fault | adamw | 10 | 2.00 | +0.0 % |" in tables(rows() + early)
+    assert "| fault | adamw | 10 | 1,200 | 2.00 | +0.0 % |" in tables(rows() + early)
 
 
 def test_the_figure_has_a_curve_for_each_run():
