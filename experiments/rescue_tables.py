@@ -17,7 +17,7 @@ from experiments.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
 MLP = "MLP P=50"
-HOLDS, FAILS = 5.0, 20.0  # per cent above the clean run of the seed: at most, at least
+HOLDS, LOST = 5.0, 20.0  # per cent above the clean run of the seed: at most, at least
 
 
 def tables(rows: list[Row]) -> str:
@@ -43,7 +43,8 @@ def headline(rows: list[Row]) -> str:
     met = [name for name in names if holds(rows, name)]
     mlp = [x for name in met for x in over(rows, name, MLP)]
     bounds = [f"{name}: {said}" for name in met if (said := bracket(rows, name))]
-    whole = len(met) > 1 and bool(bounds) and all(_fails(rows, name, MLP) for name in met)
+    useless = all(_beyond(rows, name, MLP, HOLDS) for name in met)
+    whole = len(met) > 1 and bool(bounds) and useless
     word = "reproduces" if whole else "partly" if met else "not at this size"
     if not met:
         return f"{word}: in none of {len(names)} configurations ({', '.join(names)})"
@@ -62,19 +63,21 @@ def headline(rows: list[Row]) -> str:
     return "; ".join(parts)
 
 
-def over(rows: list[Row], configuration: str, arm: str | None = None) -> list[float]:
-    """Per cent by which an arm (None: the judged one) ends above clean, seed by seed."""
+def over(
+    rows: list[Row], configuration: str, arm: str | None = None, name: str = "loss"
+) -> list[float]:
+    """Per cent by which an arm (None: the judged one) is above clean, seed by seed."""
     arm = CONFIGURATIONS[configuration].judged if arm is None else arm
     chosen = _of(rows, configuration)
-    clean = {row["seed"]: row["loss"] for row in chosen if row["arm"] == CLEAN}
+    clean = {row["seed"]: row[name] for row in chosen if row["arm"] == CLEAN}
     of = [row for row in chosen if row["arm"] == arm and row["seed"] in clean]
-    return [100 * (row["loss"] / clean[row["seed"]] - 1) for row in of]
+    return [100 * (row[name] / clean[row["seed"]] - 1) for row in of]
 
 
 def holds(rows: list[Row], configuration: str) -> bool:
     """Whether the judged arm ends near clean and AdamW far above it, in each of all seeds."""
     near = over(rows, configuration)
-    return _near(near, configuration) and _fails(rows, configuration, ADAMW)
+    return _near(near, configuration) and _beyond(rows, configuration, ADAMW, LOST)
 
 
 def bracket(rows: list[Row], configuration: str) -> str:
@@ -123,13 +126,14 @@ def _arms(rows: list[Row]) -> str:
         "seeds": lambda arm, of: ", ".join(str(row["seed"]) for row in of),
         "held-out loss": lambda arm, of: _list(_all(of, "loss"), ".2f"),
         "over clean": lambda arm, of: _list(over(rows, name, arm), "+.1f", " %"),
+        "at the last step": lambda arm, of: _list(over(rows, name, arm, "end"), "+.1f", " %"),
         "perplexity": lambda arm, of: f"{mean(_all(of, 'perplexity')):.1f}",
         "grad max": lambda arm, of: f"{max(_all(of, 'grad_max')):.2g}",
         "max logit": lambda arm, of: f"{max(_all(of, 'max_logit')):.2g}",
         "stable rank of W_q, W_k": lambda arm, of: f"{mean(_all(of, 'stable_rank')):.1f}",
-        "a": lambda arm, of: f"{_jacobian(of, 'a'):.2f}",
-        "M": lambda arm, of: f"{_jacobian(of, 'M'):.2f}",
-        "a·M": lambda arm, of: f"{_jacobian(of, 'aM'):.2f}",
+        "a": lambda arm, of: f"{_jacobian(of, 'a'):.2g}",
+        "M": lambda arm, of: f"{_jacobian(of, 'M'):.2g}",
+        "a·M": lambda arm, of: f"{_jacobian(of, 'aM'):.2g}",
     }
     cells = []
     for arm in (arm for arm in ARMS if any(row["arm"] == arm for row in rows)):
@@ -155,8 +159,8 @@ def _claim(rows: list[Row]) -> str:
     head = [
         "configuration",
         f"judged arm over clean [≤ {HOLDS:.0f} %]",
-        f"AdamW [≥ {FAILS:.0f} %]",
-        f"MLP only [≥ {FAILS:.0f} %]",
+        f"AdamW [≥ {LOST:.0f} %]",
+        f"MLP only [> {HOLDS:.0f} %]",
         "rescued",
     ]
     return _markdown(head, cells)
@@ -213,10 +217,11 @@ def _near(ratios: list[float], configuration: str) -> bool:
     return whole and all(x <= HOLDS for x in ratios)
 
 
-def _fails(rows: list[Row], configuration: str, arm: str) -> bool:
+def _beyond(rows: list[Row], configuration: str, arm: str, bound: float) -> bool:
+    """Whether an arm ends at least that far above clean in each of all seeds, NaN included."""
     ratios = over(rows, configuration, arm)
     whole = len(ratios) >= len(CONFIGURATIONS[configuration].seeds)
-    return whole and not any(x < FAILS for x in ratios)
+    return whole and not any(x < bound for x in ratios)
 
 
 def _jacobian(rows: list[Row], name: str) -> float:
