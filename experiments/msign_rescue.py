@@ -9,19 +9,20 @@ may it be, and what do the rivals do?
     python -m experiments.msign_rescue                          every arm, three seeds
     python -m experiments.msign_rescue --configurations fault   one configuration
     python -m experiments.msign_rescue --arms clean adamw       some arms
-    python -m experiments.msign_rescue --runs experiments/results --measure no   tables of the rows
 
-Half a minute a run on one core, compiled programs at hand. Rows go to `runs/msign_rescue.jsonl`; a
-run whose row is there, with the same settings, is not run again. Curves: `runs/msign_rescue.html`.
+20 to 30 seconds a run on one core and half a minute of compiling an arm: about two hours for all of
+it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run whose row is there, with the same
+settings, is not run again. Curves: `runs/msign_rescue.html`.
 Results: `experiments/README.md`. Arms: `rescue_arms.py`. Tables: `rescue_tables.py`.
 
 Arms of a configuration and seed share data and initialisation; "clean" is AdamW without the fault,
 or at the other matrices' learning rate. The loss of a run is the mean of the held-out losses over
 its last 300 steps, for every arm alike, and each 23 steps, which has no factor in common with a
 period: neither right after an application nor just before the next is seen more often than it
-happens, and 300 steps are whole periods of all P but 1000, whose one application, at step 1000,
-lies inside. Gradient norm, logits and spectra are sampled each 25 steps, so `grad_max` is a lower
-bound. Jacobians are taken at two checkpoints. What an application costs: `bench_msign.py`.
+happens, and 300 steps are whole periods of all P but 1000, which a run of 1,200 steps meets once.
+Gradient norm, logits and spectra are sampled each 25 steps, so `grad_max` is a lower bound.
+Jacobians are taken at the kept checkpoints before the end. What an application costs:
+`bench_msign.py`.
 """
 
 import json
@@ -69,7 +70,6 @@ class Config:
         steps: Length of a run; None: the configuration's own.
         model: Shape instead of the configuration's own; None: that.
         runs: Where runs, rows and figure lie.
-        measure: Whether to run what is not there; False: only tables and figure.
     """
 
     configurations: tuple[str, ...] = tuple(CONFIGURATIONS)
@@ -78,7 +78,6 @@ class Config:
     steps: int | None = None
     model: GPTConfig | None = None
     runs: Path = Path("runs")
-    measure: bool = True
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,7 @@ def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
     file = config.runs / "msign_rescue.jsonl"
     done = {_key(row["settings"]) for row in read_jsonl(file)}
-    for configuration, arm, seed in plan(config) if config.measure else ():
+    for configuration, arm, seed in plan(config):
         settings = settings_of(config, configuration, arm, seed)
         if _key(settings_row(settings)) not in done:
             row = {"configuration": configuration, "arm": arm, "seed": seed}
