@@ -37,30 +37,29 @@ def tables(rows: list[Row]) -> str:
 
 
 def headline(rows: list[Row]) -> str:
-    """The verdict in one line: a word, then the numbers that decide."""
-    rows = [row for row in rows if _counts(row)]
-    names = _names(rows)
-    met = [name for name in names if holds(rows, name)]
-    mlp = [x for name in met for x in over(rows, name, MLP)]
-    bounds = [f"{name}: {said}" for name in met if (said := bracket(rows, name))]
-    useless = all(_beyond(rows, name, MLP, HOLDS) for name in met)
-    whole = len(met) > 1 and bool(bounds) and useless
+    """The verdict in one line: a word, then the numbers that decide.
+
+    "reproduces" wants two configurations or more that were tried, and all of them rescued.
+    """
+    names, judged = _names(rows), [row for row in rows if _counts(row)]
+    met = [name for name in names if holds(judged, name)]
+    parts = [f"rescued in {len(met)} of {len(names)} configurations tried"]
+    for name in met:
+        near, lost = over(judged, name), over(judged, name, ADAMW)
+        parts.append(
+            f"{name}: {CONFIGURATIONS[name].judged} {_range(near)} above clean, AdamW"
+            f" {_range(lost)}, MLP only {_range(over(judged, name, MLP))}"
+        )
+    for name in (name for name in names if name not in met):
+        own = over(judged, name)
+        said = _range(own or over(rows, name)) + ("" if own else " on a development seed")
+        parts.append(f"not {name}: {CONFIGURATIONS[name].judged} {said}")
+    bounds = [f"{said} on {name}" for name in met if (said := bracket(judged, name))]
+    parts.append(f"P breaks {', '.join(bounds) or 'not bracketed'}")
+    useless = all(_beyond(judged, name, MLP, HOLDS) for name in met)
+    whole = 2 <= len(met) == len(names) and bool(bounds) and useless
     word = "reproduces" if whole else "partly" if met else "not at this size"
-    if not met:
-        return f"{word}: in none of {len(names)} configurations ({', '.join(names)})"
-    parts = [
-        f"{word}: rescued in {len(met)} of {len(names)} configurations",
-        *(
-            f"{name}: {CONFIGURATIONS[name].judged} {_range(over(rows, name))} above clean, AdamW"
-            f" {_range(over(rows, name, ADAMW))}"
-            for name in met
-        ),
-        f"MLP only {_range(mlp)}" if mlp else "MLP only not run",
-        f"P breaks: {', '.join(bounds) or 'not bracketed'}",
-    ]
-    if missed := [name for name in names if name not in met]:
-        parts.append(f"not: {', '.join(missed)}")
-    return "; ".join(parts)
+    return f"{word}: {'; '.join(parts)}"
 
 
 def over(
@@ -249,7 +248,8 @@ def _list(values: list[float], form: str, unit: str = "") -> str:
 
 
 def _range(values: list[float]) -> str:
-    return f"{min(values):+.1f}…{max(values):+.1f} %" if values else "not run"
+    ends = dict.fromkeys(f"{x:+.1f}" for x in (min(values), max(values))) if values else {}
+    return "…".join(ends) + " %" if ends else "not run"
 
 
 def _markdown(head: list[str], cells: list[list[str]]) -> str:

@@ -66,6 +66,9 @@ def test_two_configurations_are_wanted():
     assert headline(rows()).startswith("partly: rescued in 1 of 1")
     lost = rows(losses=RESCUED | {"adamw": (2.0, 2.0, 4.0)})
     assert headline(lost).startswith("not at this size")
+    tried = rows("rate", {"clean": (2.0,), "attention P=10": (2.2,)}, seeds=(10,))
+    assert headline(both + tried).startswith("partly: rescued in 2 of 3")
+    assert "not rate: attention P=10 +10.0 % on a development seed" in headline(both + tried)
     mended = RESCUED | {"MLP P=50": (2.6, 2.0, 4.8)}
     assert headline(rows() + rows("experts", mended)).startswith("partly: rescued in 2")
     assert "\n" not in headline(both)
