@@ -25,11 +25,12 @@ import tyro
 from rich.console import Console
 
 from experiments.attention_fault import MODEL
-from experiments.attention_judge import Judge, judge
-from experiments.attention_tables import draw, headline, tables
-from experiments.faults import AttentionFault
-from experiments.rows import Row, append_row, rows_there
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.loop.faults import AttentionFault
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
+from experiments.support.attention_judge import Judge, judge
+from experiments.support.attention_tables import draw, headline, tables
+from experiments.support.rows import Row, append_row, rows_there
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig

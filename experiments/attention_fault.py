@@ -28,9 +28,10 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from experiments.faults import AttentionFault
-from experiments.rows import Row, measured, rows_there
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.loop.faults import AttentionFault
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
+from experiments.support.rows import Row, measured, rows_there
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig

@@ -21,8 +21,9 @@ from rich.console import Console
 import optax_ext
 import stabmon
 from experiments.attention_fault import MODEL
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
-from experiments.timing import Row, as_table, interleaved
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig, make_step
+from experiments.support.timing import Row, as_table, interleaved
 from models.gpt import apply, init_params
 from stabmon.metrics.factor import product
 from stabmon.metrics.power import power_norm

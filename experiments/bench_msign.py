@@ -22,8 +22,8 @@ import optax
 import tyro
 from rich.console import Console
 
-from experiments.losses import next_token_loss
-from experiments.timing import Row, as_table, interleaved
+from experiments.loop.losses import next_token_loss
+from experiments.support.timing import Row, as_table, interleaved
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.presets import PRESETS

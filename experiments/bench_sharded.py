@@ -17,8 +17,8 @@ import optax
 import tyro
 from rich.console import Console
 
-from experiments.placement import Placement, make_mesh, mesh_in_force, state_shardings
-from experiments.timing import Row, as_table, interleaved
+from experiments.loop.placement import Placement, make_mesh, mesh_in_force, state_shardings
+from experiments.support.timing import Row, as_table, interleaved
 from models.config import GPTConfig
 from models.gpt import init_params
 from optax_ext._msign import msign

@@ -34,13 +34,14 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.acting import AlarmConfig
-from experiments.campaign_tables import figure, headline, tables
-from experiments.faults import AttentionFault, Disturbance, Kind
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.loop.acting import AlarmConfig
+from experiments.loop.faults import AttentionFault, Disturbance, Kind
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
+from experiments.support.campaign_tables import figure, headline, tables
+from experiments.support.verdicts import CLEAN, judge
 from experiments.train import Config as TrainConfig
 from experiments.train import train
-from experiments.verdicts import CLEAN, judge
 from models.config import GPTConfig
 from stabmon.alarms.ladder import Policy
 from stabmon.alarms.ledger import CheckpointLedger

@@ -26,12 +26,12 @@ from pathlib import Path
 import tyro
 from rich.console import Console
 
-from experiments.arm_curves import arms_of, draw_curves
-from experiments.markdown import head, line, numbers, steps
-from experiments.moe_faults import MoEConfig
-from experiments.moe_judging import CURVES, Judging
-from experiments.rows import Row
-from experiments.verdicts import CLEAN
+from experiments.support.arm_curves import arms_of, draw_curves
+from experiments.support.markdown import head, line, numbers, steps
+from experiments.support.moe_faults import MoEConfig
+from experiments.support.moe_judging import CURVES, Judging
+from experiments.support.rows import Row
+from experiments.support.verdicts import CLEAN
 from stabmon.alarms.signatures import Fault
 
 COMBINED_ARMS = (

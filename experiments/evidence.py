@@ -35,8 +35,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from experiments.listed import EXPERIMENTS, Experiment
-from experiments.rows import Row, latest
+from experiments.support.listed import EXPERIMENTS, Experiment
+from experiments.support.rows import Row, latest
 from stabmon.output.jsonl import append, read_jsonl
 
 ROOT = Path(__file__).parent.parent

@@ -29,20 +29,21 @@ from typing import Any, Literal
 import tyro
 from rich.console import Console
 
-from experiments.acting import AlarmConfig
 from experiments.campaign import ALARMS, DENSE, MONITOR, OPTIMIZER, held_out
-from experiments.continuing import continue_all
-from experiments.faults import AttentionFault, Disturbance
-from experiments.grades_of_text import grades_of_texts
-from experiments.grades_tables import draw, headline, tables
-from experiments.moe_faults import curve, judged, run_one
-from experiments.rows import Row, append_row, measured, rows_there
-from experiments.session import identity
-from experiments.step import MonitorConfig, OptimizerConfig
-from experiments.text_mixes import MIXES, write_mixes
+from experiments.loop.acting import AlarmConfig
+from experiments.loop.faults import AttentionFault, Disturbance
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.session import identity
+from experiments.loop.step import MonitorConfig
+from experiments.support.continuing import continue_all
+from experiments.support.grades_of_text import grades_of_texts
+from experiments.support.grades_tables import draw, headline, tables
+from experiments.support.moe_faults import curve, judged, run_one
+from experiments.support.rows import Row, append_row, measured, rows_there
+from experiments.support.text_mixes import MIXES, write_mixes
+from experiments.support.verdicts import LOSSES
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
-from experiments.verdicts import LOSSES
 from models.config import GPTConfig
 from stabmon.output.runlog import Run
 

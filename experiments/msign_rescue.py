@@ -37,13 +37,13 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.checkpoints import Checkpoints
-from experiments.data import batches, load_corpus
-from experiments.jacobians import block_jacobians, least
-from experiments.rescue_arms import ARMS, CONFIGURATIONS
-from experiments.rescue_tables import draw, tables
-from experiments.session import identity
-from experiments.step import MonitorConfig, make_step
+from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.data import batches, load_corpus
+from experiments.loop.session import identity
+from experiments.loop.step import MonitorConfig, make_step
+from experiments.support.jacobians import block_jacobians, least
+from experiments.support.rescue_arms import ARMS, CONFIGURATIONS
+from experiments.support.rescue_tables import draw, tables
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig

@@ -29,16 +29,16 @@ from typing import Any
 import tyro
 from rich.console import Console
 
-from experiments.checkpoints import TrainState
-from experiments.data import Corpus, load_corpus
-from experiments.moe_faults import MoEConfig, run_one, settings_of
-from experiments.moe_judging import Judging, final_state
-from experiments.router_growth import Branch, measure
-from experiments.router_tables import draw, headline, tables
-from experiments.rows import Row, measured
-from experiments.session import identity
+from experiments.loop.checkpoints import TrainState
+from experiments.loop.data import Corpus, load_corpus
+from experiments.loop.session import identity
+from experiments.support.moe_faults import MoEConfig, run_one, settings_of
+from experiments.support.moe_judging import Judging, final_state
+from experiments.support.router_growth import Branch, measure
+from experiments.support.router_tables import draw, headline, tables
+from experiments.support.rows import Row, measured
+from experiments.support.verdicts import CLEAN
 from experiments.train import Config as TrainConfig
-from experiments.verdicts import CLEAN
 
 ROUTER_ARMS = (
     "clean",

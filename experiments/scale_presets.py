@@ -28,11 +28,12 @@ import numpy as np
 import tyro
 from rich.console import Console
 
-from experiments.cluster import join, leads, together
-from experiments.placement import Placement
-from experiments.rows import Row, measured
-from experiments.scale_tables import draw, headline, tables
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.loop.cluster import join, leads, together
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.placement import Placement
+from experiments.loop.step import MonitorConfig, make_step
+from experiments.support.rows import Row, measured
+from experiments.support.scale_tables import draw, headline, tables
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.gpt import init_params

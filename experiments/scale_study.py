@@ -35,10 +35,10 @@ import tyro
 
 import optax_ext
 import stabmon
-from experiments.checkpoints import TrainState
-from experiments.losses import next_token_loss
-from experiments.measuring import make_measure
-from experiments.placement import Placement, make_mesh, state_shardings
+from experiments.loop.checkpoints import TrainState
+from experiments.loop.losses import next_token_loss
+from experiments.loop.measuring import make_measure
+from experiments.loop.placement import Placement, make_mesh, state_shardings
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss

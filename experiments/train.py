@@ -25,18 +25,19 @@ import tyro
 from jax.sharding import Mesh
 
 import stabmon
-from experiments.acting import Acting, AlarmConfig
-from experiments.ahead import compiling_ahead
-from experiments.checkpoints import Checkpoints, TrainState
-from experiments.cluster import agree, join, leads, shared_log, together
-from experiments.data import Corpus, batches, load_corpus, windows
-from experiments.faults import AttentionFault, Disturbance, disturbed, scales
-from experiments.losses import loss_of_batches
-from experiments.placement import Placement, make_mesh, mesh_in_force, place_batch
-from experiments.progress import Board
-from experiments.session import identity, interruptible
-from experiments.sinks import Sink, open_sinks
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.loop.acting import Acting, AlarmConfig
+from experiments.loop.ahead import compiling_ahead
+from experiments.loop.checkpoints import Checkpoints, TrainState
+from experiments.loop.cluster import agree, join, leads, shared_log, together
+from experiments.loop.data import Corpus, batches, load_corpus, windows
+from experiments.loop.faults import AttentionFault, Disturbance, disturbed, scales
+from experiments.loop.losses import make_evaluation
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.placement import Placement, make_mesh, mesh_in_force, place_batch
+from experiments.loop.progress import Board
+from experiments.loop.session import identity, interruptible
+from experiments.loop.sinks import Sink, open_sinks
+from experiments.loop.step import MonitorConfig, make_step
 from models.config import GPTConfig
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.ladder import EXIT_UNRECOVERED
@@ -147,7 +148,7 @@ def train(config: Config) -> Result:
 def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Result:
     """`train`, its arguments checked and its mesh in force."""
     context = config.model.context
-    held_out_loss = make_evaluation(config, corpus)
+    held_out_loss = make_evaluation(config.model, corpus, config.batch)
     optimizer = replace(config.optimizer, control=config.optimizer.control or config.act)
     disturbances = config.disturbances
     init, step_fn, monitor = make_step(
@@ -276,19 +277,6 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         elif step >= config.steps:
             log.event("finished", step, loss=float(loss), held_out=final)
     return Result(folder, step, float(loss), final, EXIT_UNRECOVERED if stopped else 0)
-
-
-def make_evaluation(config: Config, corpus: Corpus, read: int = 8) -> Callable:
-    """A function of parameters: the mean held-out loss of the first `read` batches, nats per token.
-
-    Always the same batches: differences between evaluations are the parameters' alone.
-    """
-    data = batches(
-        corpus, seed=0, batch=config.batch, context=config.model.context, split="held_out"
-    )
-    fixed = np.stack([np.asarray(data[i]) for i in range(read)])
-    loss = loss_of_batches(config.model)
-    return lambda params: loss(params, fixed)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,11 @@ import optax
 import pytest
 
 import optax_ext
-from experiments import acting
-from experiments.acting import Acting, AlarmConfig, set_scale
-from experiments.checkpoints import Checkpoints
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.loop import acting
+from experiments.loop.acting import Acting, AlarmConfig, set_scale
+from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.alarms.board import AlarmBoard

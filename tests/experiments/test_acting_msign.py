@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 
-from experiments.acting import Acting
-from experiments.checkpoints import TrainState
+from experiments.loop.acting import Acting
+from experiments.loop.checkpoints import TrainState
 from models.config import GPTConfig
 from models.gpt import init_params
 from stabmon.alarms.ladder import Action, Kind

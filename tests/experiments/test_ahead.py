@@ -4,10 +4,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.ahead import Ahead, compiling_ahead
-from experiments.measuring import divided
-from experiments.placement import ALONE, Placement, make_mesh, mesh_in_force, place_batch
-from experiments.step import MonitorConfig, OptimizerConfig, make_step
+from experiments.loop.ahead import Ahead, compiling_ahead
+from experiments.loop.measuring import divided
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.placement import ALONE, Placement, make_mesh, mesh_in_force, place_batch
+from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.output.runlog import load_run

@@ -18,10 +18,10 @@ from experiments.attention_doses import (
     train_config,
 )
 from experiments.attention_fault import MONITORS
-from experiments.attention_judge import Judge
-from experiments.attention_tables import draw, headline, tables
-from experiments.rows import key
-from experiments.step import make_step
+from experiments.loop.step import make_step
+from experiments.support.attention_judge import Judge
+from experiments.support.attention_tables import draw, headline, tables
+from experiments.support.rows import key
 from experiments.train import HELD_OUT, Result
 from models.config import GPTConfig
 from stabmon.output.runlog import RunLog

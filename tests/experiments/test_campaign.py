@@ -7,12 +7,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.acting import AlarmConfig
 from experiments.campaign import CASES, Config, main, verdict
-from experiments.campaign_tables import headline, tables
-from experiments.faults import Disturbance, Scales, disturbed, scales
-from experiments.step import MonitorConfig, OptimizerConfig
-from experiments.verdicts import CLEAN, Verdict, judge
+from experiments.loop.acting import AlarmConfig
+from experiments.loop.faults import Disturbance, Scales, disturbed, scales
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
+from experiments.support.campaign_tables import headline, tables
+from experiments.support.verdicts import CLEAN, Verdict, judge
 from models.config import GPTConfig
 from stabmon.alarms.signatures import Fault
 from stabmon.output.jsonl import plain, read_jsonl

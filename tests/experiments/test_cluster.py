@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experiments import cluster
-from experiments.placement import Placement
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.loop import cluster
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.placement import Placement
+from experiments.loop.step import MonitorConfig
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.output.runlog import load_run
@@ -129,11 +130,11 @@ def start(program, count, told=by_variables):
 
 
 TRAINS = """
-from experiments.cluster import join, together
+from experiments.loop.cluster import join, together
 join()
 from pathlib import Path
 from tests.experiments.test_cluster import settings
-from experiments.placement import Placement
+from experiments.loop.placement import Placement
 from experiments.train import train
 with together():
     result = train(settings(Path({folder!r}), placement=Placement("fsdp"), {options}))
@@ -167,7 +168,7 @@ def test_two_processes_are_one_run_and_a_lost_one_ends_the_other(tmp_path):
 
 def test_processes_that_disagree_are_told_so():
     program = (
-        "from experiments.cluster import agree, join\n"
+        "from experiments.loop.cluster import agree, join\n"
         "join()\n"
         "import jax\n"
         "agree('the weather', 'fair')\n"
@@ -182,7 +183,7 @@ def test_processes_that_disagree_are_told_so():
 @pytest.mark.parametrize("told", [by_slurm, by_tpu_slice])
 def test_processes_that_a_cluster_started_find_each_other(told):
     program = (
-        "from experiments.cluster import agree, join, leads\n"
+        "from experiments.loop.cluster import agree, join, leads\n"
         "join(distributed=True)\n"
         "import jax\n"
         "agree('the number', jax.process_count())\n"

@@ -4,20 +4,20 @@ import re
 
 import pytest
 
-from experiments import acting
+from experiments.loop import acting
 from experiments.train import train
 from stabmon.output.runlog import load_run
 from tests.experiments.test_acting import limited, story, tiny
 from tests.experiments.test_cluster import assert_same, start
 
 ACTS = """
-from experiments.cluster import join, together
+from experiments.loop.cluster import join, together
 join()
 import os
 from pathlib import Path
 import jax
-from experiments import acting
-from experiments.placement import Placement
+from experiments.loop import acting
+from experiments.loop.placement import Placement
 from experiments.train import train
 from tests.experiments.test_acting import limited, tiny
 acting.standard_board = limited()

@@ -17,7 +17,7 @@ from experiments.evidence import (
     verdict_of,
     written,
 )
-from experiments.listed import EXPERIMENTS, Experiment
+from experiments.support.listed import EXPERIMENTS, Experiment
 from stabmon.output.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]

@@ -5,15 +5,16 @@ import dataclasses
 import numpy as np
 import pytest
 
-import experiments.moe_faults as moe_faults
-from experiments.acting import AlarmConfig
-from experiments.checkpoints import Checkpoints
-from experiments.continuing import continued, disputed, orders, rank_correlation
-from experiments.data import load_corpus
+import experiments.support.moe_faults as moe_faults
 from experiments.grades import ARMS, Config, main, settings_of, story
-from experiments.grades_tables import claims, correlations, headline, tables, wins_of
-from experiments.step import MonitorConfig, OptimizerConfig
-from experiments.text_mixes import MIXES, write_mixes
+from experiments.loop.acting import AlarmConfig
+from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.data import load_corpus
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
+from experiments.support.continuing import continued, disputed, orders, rank_correlation
+from experiments.support.grades_tables import claims, correlations, headline, tables, wins_of
+from experiments.support.text_mixes import MIXES, write_mixes
 from models.config import GPTConfig
 from stabmon.output.jsonl import read_jsonl
 from stabmon.output.runlog import Run
@@ -61,7 +62,9 @@ def test_rows_of_all_parts_are_written_once(toy, monkeypatch):
 def test_judging_anew_adds_rows_and_continues_nothing_again(toy, monkeypatch):
     config, result = toy
     before = len(read_jsonl(result.file))
-    monkeypatch.setattr("experiments.continuing.continued", lambda *_: pytest.fail("went on"))
+    monkeypatch.setattr(
+        "experiments.support.continuing.continued", lambda *_: pytest.fail("went on")
+    )
     again = main(dataclasses.replace(config, rejudge=True))
     assert len(read_jsonl(result.file)) == before + 3
     assert again.rows == result.rows

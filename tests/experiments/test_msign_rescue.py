@@ -9,11 +9,12 @@ import pytest
 
 import experiments.msign_rescue as rescue
 import stabmon
-from experiments.jacobians import block_jacobians, least
+from experiments.loop.optimizer import OptimizerConfig, make_optimizer
+from experiments.loop.session import identity
+from experiments.loop.step import MonitorConfig, make_step
 from experiments.msign_rescue import Config, main, plan, settings_of, settings_row
-from experiments.rescue_arms import ARMS, CONFIGURATIONS
-from experiments.session import identity
-from experiments.step import MonitorConfig, OptimizerConfig, make_optimizer, make_step
+from experiments.support.jacobians import block_jacobians, least
+from experiments.support.rescue_arms import ARMS, CONFIGURATIONS
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from models.gpt import apply, init_params

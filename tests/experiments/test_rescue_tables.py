@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from experiments.rescue_tables import bracket, draw, headline, holds, over, tables
+from experiments.support.rescue_tables import bracket, draw, headline, holds, over, tables
 
 RESCUED = {
     "clean": (2.0, 2.0, 4.0),

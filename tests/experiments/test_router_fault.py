@@ -5,17 +5,25 @@ import dataclasses
 import numpy as np
 import pytest
 
-import experiments.moe_faults as moe_faults
+import experiments.support.moe_faults as moe_faults
 from experiments import combined_fault
 from experiments.combined_fault import right, signatures
-from experiments.data import load_corpus
-from experiments.moe_faults import ARMS, MoEConfig, first_alarms, judged, run_one, settings_of
-from experiments.moe_judging import faults_of
-from experiments.router_claims import claims, exponents
+from experiments.loop.data import load_corpus
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
 from experiments.router_fault import Config, main
-from experiments.router_growth import Branch, margins, measure, slope
-from experiments.router_tables import headline, tables
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.support.moe_faults import (
+    ARMS,
+    MoEConfig,
+    first_alarms,
+    judged,
+    run_one,
+    settings_of,
+)
+from experiments.support.moe_judging import faults_of
+from experiments.support.router_claims import claims, exponents
+from experiments.support.router_growth import Branch, margins, measure, slope
+from experiments.support.router_tables import headline, tables
 from models.config import GPTConfig
 from stabmon.output.runlog import Run, load_run, read_jsonl
 

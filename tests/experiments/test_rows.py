@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from experiments.rows import append_row, key, latest, measured, rows_there
+from experiments.support.rows import append_row, key, latest, measured, rows_there
 from stabmon.output.jsonl import read_jsonl
 
 

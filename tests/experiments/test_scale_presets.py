@@ -15,7 +15,7 @@ from experiments.scale_presets import (
     pod_config,
     two_steps,
 )
-from experiments.scale_tables import headline, tables
+from experiments.support.scale_tables import headline, tables
 from experiments.train import Result
 from models.presets import PRESETS
 from stabmon.output.jsonl import read_jsonl

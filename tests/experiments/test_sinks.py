@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.sinks import open_sinks
+from experiments.loop.sinks import open_sinks
 
 
 def test_tensorboard_and_prometheus_get_the_samples(tmp_path):

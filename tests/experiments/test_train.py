@@ -15,10 +15,11 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.checkpoints import Checkpoints
-from experiments.faults import AttentionFault
-from experiments.measuring import divided
-from experiments.step import MonitorConfig, MsignConfig, OptimizerConfig, make_step
+from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.faults import AttentionFault
+from experiments.loop.measuring import divided
+from experiments.loop.optimizer import MsignConfig, OptimizerConfig
+from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.alarms.reference import Band, Reference

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from experiments.verdicts import CLEAN
+from experiments.support.verdicts import CLEAN
 from stabmon.alarms.calibration import poisson_bound
 
 Rows = Sequence[dict[str, Any]]

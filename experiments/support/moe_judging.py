@@ -12,9 +12,12 @@ import numpy as np
 
 import stabmon
 from experiments.campaign import held_out
-from experiments.checkpoints import Checkpoints, TrainState
-from experiments.data import batches, load_corpus
-from experiments.moe_faults import (
+from experiments.loop.checkpoints import Checkpoints, TrainState
+from experiments.loop.data import batches, load_corpus
+from experiments.loop.placement import ALONE
+from experiments.loop.session import identity
+from experiments.loop.step import make_step
+from experiments.support.moe_faults import (
     ARMS,
     MoEConfig,
     curve,
@@ -24,13 +27,10 @@ from experiments.moe_faults import (
     run_one,
     settings_of,
 )
-from experiments.placement import ALONE
-from experiments.rows import Row, append_row, measured, rows_there
-from experiments.session import identity
-from experiments.step import make_step
+from experiments.support.rows import Row, append_row, measured, rows_there
+from experiments.support.verdicts import CLEAN, judge
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
-from experiments.verdicts import CLEAN, judge
 from models.gpt import apply
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.lead import replay

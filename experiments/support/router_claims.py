@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from math import isfinite
 
-from experiments.markdown import numbers
-from experiments.router_growth import slope
-from experiments.rows import Row
+from experiments.support.markdown import numbers
+from experiments.support.router_growth import slope
+from experiments.support.rows import Row
 
 
 def exponents(rows: list[Row], mark: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:

@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import stabmon
-from experiments.data import batches, load_corpus
-from experiments.moe_judging import final_state
+from experiments.loop.data import batches, load_corpus
+from experiments.support.moe_judging import final_state
 from experiments.train import Config as TrainConfig
 from models.gpt import apply
 from stabmon.metrics.activations import sample_tokens, segment_rank_ratio

@@ -5,12 +5,12 @@ from math import nan
 from pathlib import Path
 from statistics import mean
 
-from experiments.arm_curves import arms_of, draw_curves
-from experiments.markdown import head, line, numbers, steps
-from experiments.moe_judging import AFTER, CURVES
-from experiments.router_claims import claims, exponents
-from experiments.rows import Row
-from experiments.verdicts import CLEAN
+from experiments.support.arm_curves import arms_of, draw_curves
+from experiments.support.markdown import head, line, numbers, steps
+from experiments.support.moe_judging import AFTER, CURVES
+from experiments.support.router_claims import claims, exponents
+from experiments.support.rows import Row
+from experiments.support.verdicts import CLEAN
 
 _TEXT = {
     "router entropy": "entropy",

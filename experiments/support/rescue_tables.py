@@ -13,7 +13,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
-from experiments.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
+from experiments.support.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
 MLP = "MLP P=50"

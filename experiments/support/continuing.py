@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
-from experiments.checkpoints import Checkpoints
-from experiments.data import batches, load_corpus
-from experiments.faults import scales
-from experiments.placement import ALONE
-from experiments.step import make_step
+from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.data import batches, load_corpus
+from experiments.loop.faults import scales
+from experiments.loop.placement import ALONE
+from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig
 from experiments.train import make_evaluation
 from stabmon.output.ranking import rank_checkpoints

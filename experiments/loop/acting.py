@@ -23,8 +23,8 @@ import optax
 from grain import MapDataset
 
 import optax_ext
-from experiments.checkpoints import Checkpoints, TrainState
-from experiments.cluster import agree, leads
+from experiments.loop.checkpoints import Checkpoints, TrainState
+from experiments.loop.cluster import agree, leads
 from stabmon.alarms.detectors import Alarm
 from stabmon.alarms.ladder import Action, Kind, Phase, Policy
 from stabmon.alarms.ledger import CheckpointLedger

@@ -7,8 +7,8 @@ what the rows say (`rescue_tables.py`).
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from experiments.faults import AttentionFault
-from experiments.step import MsignConfig, OptimizerConfig
+from experiments.loop.faults import AttentionFault
+from experiments.loop.optimizer import MsignConfig, OptimizerConfig
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 

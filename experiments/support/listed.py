@@ -53,7 +53,7 @@ EXPERIMENTS = (
         "attention_doses",
         "Is a low-precision attention fault called before the loss; at which dose, in which model?",
         20,
-        tables="experiments.attention_tables",
+        tables="experiments.support.attention_tables",
     ),
     Experiment(
         "flash_rounding", "Why does a bfloat16 flash attention drift, and what stops it?", 0.5
@@ -62,33 +62,33 @@ EXPERIMENTS = (
         "router_fault",
         "How does a router of experts show a wrong learning rate, batch or balance loss?",
         10,
-        tables="experiments.router_tables",
+        tables="experiments.support.router_tables",
     ),
     Experiment("combined_fault", "Are two faults at once told apart?", 6),
     Experiment(
         "msign_rescue",
         "Does MSign hold a run that AdamW loses?",
         60,
-        tables="experiments.rescue_tables",
+        tables="experiments.support.rescue_tables",
     ),
     Experiment(
         "grades",
         "Does the rank of activations grade a run, and choose its checkpoint?",
         12,
-        tables="experiments.grades_tables",
+        tables="experiments.support.grades_tables",
     ),
     Experiment(
         "campaign",
         "Do the alarms name what is broken, keep quiet where nothing is, and save a run?",
         35,
         (("table",), ("rescue",)),
-        tables="experiments.campaign_tables",
+        tables="experiments.support.campaign_tables",
     ),
     Experiment(
         "scale_presets",
         "Do the papers' own configurations compile and train?",
         20,
-        tables="experiments.scale_tables",
+        tables="experiments.support.scale_tables",
     ),
     Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),
 )

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 
 import stabmon
-from experiments.checkpoints import TrainState
-from experiments.losses import next_token_loss
+from experiments.loop.checkpoints import TrainState
+from experiments.loop.losses import next_token_loss
 from models.config import GPTConfig
 from models.gpt import apply
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from plotly.subplots import make_subplots
 
-from experiments.rows import Row
+from experiments.support.rows import Row
 
 GIB = 2**30
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 from statistics import mean
 
-from experiments.arm_curves import arms_of, draw_curves
-from experiments.continuing import disputed, orders, rank_correlation
-from experiments.markdown import head, line, numbers, steps
-from experiments.rows import Row
+from experiments.support.arm_curves import arms_of, draw_curves
+from experiments.support.continuing import disputed, orders, rank_correlation
+from experiments.support.markdown import head, line, numbers, steps
+from experiments.support.rows import Row
 from stabmon.output.ranking import grade_of
 
 FAULT, LADDER, QK_NORM = (

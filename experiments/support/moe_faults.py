@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from experiments.campaign import ALARMS, EXPERTS, MONITOR, OPTIMIZER
-from experiments.faults import AttentionFault, Disturbance, Kind
-from experiments.step import MonitorConfig, OptimizerConfig
+from experiments.loop.faults import AttentionFault, Disturbance, Kind
+from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.step import MonitorConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig

@@ -14,9 +14,9 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from experiments.measuring import Due, divided
-from experiments.placement import mesh_in_force
-from experiments.step import Step
+from experiments.loop.measuring import Due, divided
+from experiments.loop.placement import mesh_in_force
+from experiments.loop.step import Step
 
 
 class Ahead:

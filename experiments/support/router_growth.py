@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.data import Corpus, batches
-from experiments.faults import Disturbance, Scales, disturbed
-from experiments.placement import ALONE
-from experiments.step import make_step
+from experiments.loop.data import Corpus, batches
+from experiments.loop.faults import Disturbance, Scales, disturbed
+from experiments.loop.placement import ALONE
+from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from models.gpt import apply

@@ -11,7 +11,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 
-from experiments.rows import Row
+from experiments.support.rows import Row
 
 MAIN, MILD = "7/0", "6/0"
 LOSSES = ("held-out loss", "training loss")
