@@ -13,10 +13,10 @@ import numpy as np
 from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.data import batches, load_corpus
 from experiments.loop.faults import scales
+from experiments.loop.losses import make_evaluation
 from experiments.loop.placement import ALONE
 from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig
-from experiments.train import make_evaluation
 from stabmon.output.ranking import rank_checkpoints
 from stabmon.output.runlog import Run
 
@@ -70,7 +70,7 @@ def continued(settings: TrainConfig, saved_at: Sequence[int], steps: int) -> lis
     )
     context = settings.model.context
     data = batches(corpus, seed=settings.seed, batch=settings.batch, context=context)
-    held_out = make_evaluation(settings, corpus)
+    held_out = make_evaluation(settings.model, corpus, settings.batch)
     factors = scales(None if settings.disturbances is None else (), 0)
     saved = Checkpoints(settings.runs / settings.name / "checkpoints", keep=None)
     losses = []
