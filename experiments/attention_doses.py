@@ -6,8 +6,8 @@ in one layer only; and with 7 bits of O lost in models without positions, with R
 shared key heads. How long before the loss and the gradient norm does each monitor call it, which
 lag, α and aggregate of the Δ2 spectrum see it first, and how often are healthy runs accused?
 
-    python -m experiments.attention_doses                       every arm
-    python -m experiments.attention_doses --arms clean 7/0      some of them
+    python -m experiments.attention_doses                   every arm
+    python -m experiments.attention_doses --arms 7/0 6/0    some, and the clean ones they need
 
 About MINUTES minutes on one core; runs that are finished are not run again. Rows:
 `runs/attention_doses.jsonl`, figure: `runs/attention_doses.html`. Results: `experiments/README.md`.
@@ -87,7 +87,7 @@ class Config:
     """What to run.
 
     Attributes:
-        arms: Of `ARMS`; an arm with a fault needs the clean one of its model.
+        arms: Of `ARMS`; the clean arm of its model comes with each.
         seeds: Of faulty runs; a clean run of each is there too.
         more_seeds: Of further clean runs of the base model.
         more_variant_seeds: The same for the other models.
@@ -123,8 +123,9 @@ class Result:
 def main(config: Config) -> Result:
     """Train what is not there yet, judge it, print the tables and draw the figure."""
     file = config.runs / "attention_doses.jsonl"
-    wanted = [(arm, seed) for arm in config.arms for seed in seeds_of(config, arm)]
-    for arm in config.arms:
+    arms = dict.fromkeys(x for arm in config.arms for x in (clean_arm(arm), arm))
+    wanted = [(arm, seed) for arm in arms for seed in seeds_of(config, arm)]
+    for arm in arms:
         seeds = seeds_of(config, arm)
         missing = [s for s in seeds if not rows_there(file, [settings_of(config, arm, s)])]
         if missing:

@@ -138,8 +138,8 @@ def _arms_table(faulty: list[Row]) -> list[str]:
     lines = [
         "| arm | seeds | steps | loss above clean at the end | .05 above after | Δ2 alarms after "
         "| ahead of gradient norm | of held-out loss | of training loss | default alarms after "
-        "| ahead of the loss's | samples that name the last layer |",
-        "|---" * 12 + "|",
+        "| ahead of the loss's | of the held-out loss | samples that name the last layer |",
+        "|---" * 13 + "|",
     ]
     for arm, of in _by_arm(faulty).items():
         named = [x for row in of for x in row["worst_layers"]]
@@ -154,6 +154,7 @@ def _arms_table(faulty: list[Row]) -> list[str]:
             *(_cells(of, lambda r, x=x: _lead(r, x)[1]) for x in ("gradient norm", *LOSSES)),
             _cells(of, lambda r: _after(r, r["default"]["first"])),
             _cells(of, lambda r: _default_lead(r)[1]),
+            _cells(of, lambda r: _ahead(r, r["default"]["first"], r["firsts"][LOSSES[0]])[1]),
             f"{100 * sum(x == last for x in named) / len(named):.0f} %" if named else "",
         ]
         lines.append("| " + " | ".join(cells) + " |")

@@ -199,9 +199,10 @@ def compile_rows(config: Config) -> Iterator[Row]:
 def monitor_rows(config: Config) -> Iterator[Row]:
     """The monitor's share of a step of the demo model, three trainings in lockstep.
 
-    "with": one program whose tiers stand under `lax.cond`; "due": a program for each combination of
-    tiers that are due together; "without": no monitor. Steps are told apart by the tiers
-    that were due, and the amortised share weighs the median of each kind by its frequency.
+    "with": one program whose tiers stand under `lax.cond`; "due": what is due is measured outright,
+    symptoms within the step and the rest beside it, as the training loop does; "without": no
+    monitor. Steps are told apart by the tiers that were due, and the amortised share weighs the
+    median of each kind by its frequency.
     """
     default = MonitorConfig(delta=50, activations=100, weights=500, symptoms=10)
     cadences = {"delta": 50, "activations": 100, "weights": 500, "symptoms": 10}
@@ -218,7 +219,7 @@ def monitor_rows(config: Config) -> Iterator[Row]:
             if step >= first:
                 seconds[plan].setdefault(kind, []).append(time.perf_counter() - start)
     base = float(np.median([x for times in seconds["without"].values() for x in times]))
-    names = {"with": "one program, lax.cond", "due": "a program for each combination"}
+    names = {"with": "one program, lax.cond", "due": "programs of its own"}
     targets = {"with": ("", ""), "due": ("≤ 0.5 %", "≤ 1 %")}
     for plan, name in names.items():
         median = {kind: float(np.median(x)) / base for kind, x in seconds[plan].items()}

@@ -16,8 +16,8 @@ commands write, from the rows in `experiments/results/` alone,
 - into `README.md` a line for each experiment, between `<!-- results -->` and `<!-- /results -->`.
 
 An experiment's module has `tables(rows) -> str`, Markdown, and `headline(rows) -> str`, one line
-that begins with a word of `VERDICTS`; it may have `current(rows) -> rows`, which leaves out rows
-that today's settings would not write. What is measured is each experiment's.
+that gives a verdict and a colon first (`verdict_of`); it may have `current(rows) -> rows`, which
+leaves out rows that today's settings would not write. What is measured is each experiment's.
 """
 
 import os
@@ -40,7 +40,7 @@ from experiments.rows import Row, latest
 from stabmon.output.jsonl import append, read_jsonl
 
 ROOT = Path(__file__).parent.parent
-VERDICTS = ("reproduces", "partly", "not at this size", "met", "not met")
+VERDICTS = ("reproduces", "partly", "not at this size", "not met", "met")
 NOT_RUN = "not run"
 
 
@@ -187,8 +187,7 @@ def texts(root: Path, experiments: Sequence[Experiment]) -> dict[Path, str]:
             tables, headline = written(experiment, rows)
             inside = between(inside, experiment.name, tables, book)
             anchor = anchor_of(inside, experiment.name)
-            verdict = next(x for x in VERDICTS if headline.startswith(x))
-            verdict = f"[{verdict}](#{anchor})"
+            verdict = f"[{verdict_of(headline)}](#{anchor})"
             question = f"[{question}](experiments/README.md#{anchor})"
         index.append(f"| {experiment.question} | {experiment.command} | {minutes} | {verdict} |")
         lines.append(f"| {question} | {headline} |")
@@ -204,16 +203,26 @@ def written(experiment: Experiment, rows: list[Row]) -> tuple[str, str]:
     """An experiment's tables and headline.
 
     Raises:
-        ValueError: The headline has several lines, or does not begin with a verdict.
+        ValueError: The headline has several lines, or no verdict.
     """
     module: Any = import_module(experiment.writer)
     headline = module.headline(rows)
-    if "\n" in headline or not headline.startswith(VERDICTS):
+    if "\n" in headline or verdict_of(headline) is None:
         raise ValueError(
-            f"{experiment.name}: a headline is one line that begins with one of {VERDICTS}, "
-            f"got {headline!r}"
+            f"{experiment.name}: a headline is one line that begins with one of {VERDICTS} and a "
+            f"colon, got {headline!r}"
         )
     return module.tables(rows).strip(), headline
+
+
+def verdict_of(headline: str) -> str | None:
+    """The word of `VERDICTS` that stands before the first colon; None without.
+
+    >>> verdict_of("partly: 3 of 4"), verdict_of("memory not met: 7 %"), verdict_of("it works: 3")
+    ('partly', 'not met', None)
+    """
+    before, colon, _ = headline.partition(":")
+    return next((x for x in VERDICTS if colon and before.endswith(x)), None)
 
 
 def between(text: str, name: str, block: str, path: Path) -> str:

@@ -50,14 +50,8 @@ class Experiment:
 
 EXPERIMENTS = (
     Experiment(
-        "attention_fault",
-        "Does a monitor call a low-precision attention fault before the loss does?",
-        6,
-        (("seeds",),),
-    ),
-    Experiment(
         "attention_doses",
-        "At which dose, in which model; which lag, α and aggregate see it first?",
+        "Is a low-precision attention fault called before the loss; at which dose, in which model?",
         20,
         tables="experiments.attention_tables",
     ),

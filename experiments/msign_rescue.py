@@ -1,42 +1,49 @@
 """Does MSign save a run that AdamW loses?
 
 Question: AdamW ends far above the healthy run under an attention fault, in a GPT-2-like model
-("fault") and a LLaMA-like one ("modern", and "mild" with 6 bits lost instead of 7), and at an
-attention learning rate far too high ("rate"). Does restoring the spectrum of some matrices every P
-steps hold the loss; of which, and how seldom may it be?
+("fault"), the same with a mixture of experts ("experts"), a LLaMA-like one ("modern", and "mild"
+with 6 bits lost instead of 7), and at an attention learning rate far too high ("rate"). Does
+restoring the spectrum of some matrices every P steps hold the loss; of which matrices, how seldom
+may it be, and what do the rivals do?
 
-    python -m experiments.msign_rescue                          every arm
-    python -m experiments.msign_rescue --arms clean adamw       some of them
+    python -m experiments.msign_rescue                          every arm, three seeds
     python -m experiments.msign_rescue --configurations fault   one configuration
+    python -m experiments.msign_rescue --arms clean adamw       some arms
 
-About 50 minutes on one core for all of it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run
-whose row is there, with the same settings, is not run again. Curves: `runs/msign_rescue.html`.
-Results: `experiments/README.md`.
+20 to 30 seconds a run on one core and half a minute of compiling an arm: about two hours for all of
+it (estimated). Rows go to `runs/msign_rescue.jsonl`; a run whose row is there, with the same
+settings, is not run again. Curves: `runs/msign_rescue.html`.
+Results: `experiments/README.md`. Arms: `rescue_arms.py`. Tables: `rescue_tables.py`.
 
 Arms of a configuration and seed share data and initialisation; "clean" is AdamW without the fault,
-or at the other matrices' learning rate. The arms of `MAIN` are run for `seeds`, the others for
-`other_seeds`; tables show all rows there are. Gradient norm and spectra are sampled each 25 steps,
-so `grad_max` is a lower bound. "fault" and "modern" end right after an application, "mild" 25 steps
-later. What an application costs: `bench_msign.py`.
+or at the other matrices' learning rate. The loss of a run is the mean of the held-out losses over
+its last 300 steps, for every arm alike, and each 23 steps, which has no factor in common with a
+period: neither right after an application nor just before the next is seen more often than it
+happens, and 300 steps are whole periods of all P but 1000, which a run of 1,200 steps meets once.
+Gradient norm, logits and spectra are sampled each 25 steps, so `grad_max` is a lower bound.
+Jacobians are taken at the kept checkpoints before the end. What an application costs:
+`bench_msign.py`.
 """
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import exp, isfinite
 from pathlib import Path
 from statistics import mean
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
-import plotly.graph_objects as go
 import tyro
-from plotly.subplots import make_subplots
 from rich.console import Console
 
-from experiments.faults import AttentionFault
-from experiments.step import MonitorConfig, MsignConfig, OptimizerConfig
+from experiments.checkpoints import Checkpoints
+from experiments.data import batches, load_corpus
+from experiments.jacobians import block_jacobians, least
+from experiments.rescue_arms import ARMS, CONFIGURATIONS
+from experiments.rescue_tables import draw, tables
+from experiments.session import identity
+from experiments.step import MonitorConfig, make_step
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
@@ -47,73 +54,9 @@ GRAD = "symptoms/global/grad_norm/value"
 LOGIT = "attention/global/max_logit/max"
 RANKS = [f"weights/global/{role}/stable_rank/mean" for role in "qk"]
 EVERY = 25
-
-
-@dataclass(frozen=True)
-class Arm:
-    """How an arm differs from AdamW in its configuration.
-
-    Attributes:
-        msign: None: without.
-        healthy: Whether fault or learning rate are taken away.
-        decays: Whether block matrices decay.
-        base: As in `OptimizerConfig`.
-    """
-
-    msign: MsignConfig | None = None
-    healthy: bool = False
-    decays: bool = True
-    base: Literal["adamw", "muon"] = "adamw"
-
-
-P50 = MsignConfig(period=50)
-MAIN = {
-    "clean": Arm(healthy=True),
-    "adamw": Arm(),
-    "attention P=50": Arm(P50),
-    "MLP P=50": Arm(replace(P50, select=("mlp",))),
-    "all P=50": Arm(replace(P50, select=("all",))),
-}
-OTHERS = {
-    "clean, attention P=50": Arm(P50, healthy=True),
-    "attention P=10": Arm(replace(P50, period=10)),
-    "attention P=100": Arm(replace(P50, period=100)),
-    "attention P=300": Arm(replace(P50, period=300)),
-    "attention P=1000": Arm(replace(P50, period=1000)),
-    "q, k P=50": Arm(replace(P50, select=("q", "k"))),
-    "v, o P=50": Arm(replace(P50, select=("v", "o"))),
-    "trigger 0.5, P=50": Arm(replace(P50, trigger=0.5)),
-    "stagger, P=50": Arm(replace(P50, stagger=True)),
-    "blend 0.5, P=50": Arm(replace(P50, blend=0.5)),
-    "no decay": Arm(decays=False),
-    "no decay, attention P=50": Arm(P50, decays=False),
-    "muon": Arm(base="muon"),
-    "muon, attention P=50": Arm(P50, base="muon"),
-}
-ARMS = MAIN | OTHERS
-
-FAULT = TrainConfig(
-    steps=1000,
-    batch=8,
-    model=GPTConfig(layers=4, model=64, heads=4, context=64, backend="flash"),
-    optimizer=OptimizerConfig(learning_rate=1e-3, warmup=50, clip=1.0, rates=(("all", 2e-3),)),
-    fault=AttentionFault(bits_o=7, bits_do=7, onset=200),
-)
-MODERN = replace(
-    FAULT, model=replace(FAULT.model, positions="rope", kv_heads=2, activation="swiglu")
-)
-MILD = replace(MODERN, steps=1025, fault=AttentionFault(bits_o=6, bits_do=6, onset=200))
-RATE = TrainConfig(
-    steps=600,
-    batch=8,
-    model=GPTConfig(
-        layers=8, model=64, heads=4, context=64, norm="layernorm", zero_query=True, std=0.08
-    ),
-    optimizer=OptimizerConfig(
-        learning_rate=1e-3, warmup=50, rates=(("attention", 3e-2), ("mlp", 3e-3))
-    ),
-)
-CONFIGURATIONS = {"fault": FAULT, "modern": MODERN, "mild": MILD, "rate": RATE}
+EVALUATE_EVERY = 23
+WINDOW = 300
+CHECKPOINT_EVERY = 295
 
 
 @dataclass(frozen=True)
@@ -122,9 +65,8 @@ class Config:
 
     Attributes:
         configurations: Of `CONFIGURATIONS`.
-        arms: Of `ARMS`.
-        seeds: Of initialisation and data order, for the arms in `MAIN`.
-        other_seeds: For the arms in `OTHERS`.
+        arms: Of `ARMS`; a configuration runs those of them that it has.
+        seeds: Of initialisation and data order; None: those of each configuration's verdict.
         steps: Length of a run; None: the configuration's own.
         model: Shape instead of the configuration's own; None: that.
         runs: Where runs, rows and figure lie.
@@ -132,8 +74,7 @@ class Config:
 
     configurations: tuple[str, ...] = tuple(CONFIGURATIONS)
     arms: tuple[str, ...] = tuple(ARMS)
-    seeds: tuple[int, ...] = (0, 1, 2)
-    other_seeds: tuple[int, ...] = (0,)
+    seeds: tuple[int, ...] | None = None
     steps: int | None = None
     model: GPTConfig | None = None
     runs: Path = Path("runs")
@@ -154,49 +95,53 @@ def main(config: Config) -> Result:
     done = {_key(row["settings"]) for row in read_jsonl(file)}
     for configuration, arm, seed in plan(config):
         settings = settings_of(config, configuration, arm, seed)
-        if _key(asdict(settings)) not in done:
+        if _key(settings_row(settings)) not in done:
             row = {"configuration": configuration, "arm": arm, "seed": seed}
-            _write(file, row | measure(settings) | {"settings": asdict(settings)})
+            _write(file, row | measure(settings) | {"settings": settings_row(settings)})
     rows = rows_there_are(config, file)
-    console = Console(soft_wrap=True)
-    for configuration in config.configurations:
-        chosen = [row for row in rows if row["configuration"] == configuration]
-        console.print(f"\n{configuration}\n{markdown(chosen)}", markup=False)
-    return Result(rows, file, draw(rows, config.runs))
+    Console(soft_wrap=True).print(tables(rows), markup=False)
+    figure = config.runs / "msign_rescue.html"
+    draw(rows).write_html(figure)
+    return Result(rows, file, figure)
 
 
 def plan(config: Config) -> list[tuple[str, str, int]]:
-    """(configuration, arm, seed) in the order of running: what every seed has comes first."""
-    first = [arm for arm in config.arms if arm in MAIN]
-    then = [arm for arm in config.arms if arm not in MAIN]
-    main = [(c, a, s) for c in config.configurations for a in first for s in config.seeds]
-    return main + [
-        (c, a, s) for c in config.configurations for a in then for s in config.other_seeds
+    """(configuration, arm, seed) in the order of running: one program serves an arm's seeds."""
+    return [
+        (name, arm, seed)
+        for name in config.configurations
+        for arm in CONFIGURATIONS[name].arms
+        if arm in config.arms
+        for seed in config.seeds or CONFIGURATIONS[name].seeds
     ]
 
 
 def rows_there_are(config: Config, file: Path) -> list[dict[str, Any]]:
-    """All rows of the file that this configuration would write, for any arm and seed, in order."""
+    """All rows of the file that this configuration would write, for any arm and seed, in order.
+
+    Runs of development seeds may be of any length.
+    """
     rows = []
     for row in read_jsonl(file):
         where = row["configuration"], row["arm"], row["seed"]
         if where[0] in config.configurations and where[1] in ARMS:
-            if _key(row["settings"]) == _key(asdict(settings_of(config, *where))):
+            own = where[2] in CONFIGURATIONS[where[0]].seeds
+            steps = config.steps if own else row["settings"]["steps"]
+            settings = settings_of(replace(config, steps=steps), *where)
+            if _key(row["settings"]) == _key(settings_row(settings)):
                 rows.append(row)
-    order = list(ARMS)
-    return sorted(rows, key=lambda row: (order.index(row["arm"]), row["seed"]))
+    order, names = list(ARMS), list(CONFIGURATIONS)
+    place = lambda row: (names.index(row["configuration"]), order.index(row["arm"]), row["seed"])
+    return sorted(rows, key=place)
 
 
 def settings_of(config: Config, configuration: str, arm: str, seed: int) -> TrainConfig:
     """The training run of one arm."""
-    base, chosen = CONFIGURATIONS[configuration], ARMS[arm]
-    optimizer = replace(base.optimizer, msign=chosen.msign, base=chosen.base)
-    if not chosen.decays:
-        optimizer = replace(optimizer, weight_decay=0.0)
-    if chosen.healthy:
-        healthy = dict(base.optimizer.rates).get("mlp")
-        if healthy is not None:
-            optimizer = replace(optimizer, rates=(("all", healthy),))
+    base, chosen = CONFIGURATIONS[configuration].run, ARMS[arm]
+    optimizer = replace(base.optimizer, **chosen.optimizer)
+    healthy = dict(base.optimizer.rates).get("mlp")
+    if chosen.healthy and healthy is not None:
+        optimizer = replace(optimizer, rates=(("all", healthy),))
     slug = "".join(x if x.isalnum() else "-" for x in arm.lower())
     return replace(
         base,
@@ -204,15 +149,20 @@ def settings_of(config: Config, configuration: str, arm: str, seed: int) -> Trai
         runs=config.runs,
         steps=config.steps or base.steps,
         seed=seed,
-        model=config.model or base.model,
+        model=replace(config.model or base.model, **chosen.model),
         optimizer=optimizer,
-        monitor=MonitorConfig(delta=0, activations=EVERY, weights=EVERY, symptoms=EVERY),
+        monitor=MonitorConfig(router=0, delta=0, activations=EVERY, weights=EVERY, symptoms=EVERY),
         armed=not chosen.healthy,
-        evaluate_every=100,
-        checkpoint_every=0,
+        evaluate_every=EVALUATE_EVERY,
+        checkpoint_every=CHECKPOINT_EVERY,
         resume=True,
         quiet=True,
     )
+
+
+def settings_row(settings: TrainConfig) -> dict[str, Any]:
+    """What a row was measured with, wherever the run lies."""
+    return plain(identity(settings) | {"steps": settings.steps})
 
 
 def measure(settings: TrainConfig) -> dict[str, Any]:
@@ -221,53 +171,40 @@ def measure(settings: TrainConfig) -> dict[str, Any]:
     if result.step < settings.steps:
         raise SystemExit(f"{settings.name}: stopped at step {result.step}, goes on from there")
     run = load_run(result.folder)
-    loss = result.held_out
+    steps, losses = (np.asarray(x) for x in run.metrics[HELD_OUT])
+    loss = float(np.mean(losses[steps >= settings.steps - WINDOW]))
     return {
         "loss": loss,
+        "end": result.held_out,
         "perplexity": exp(loss) if isfinite(loss) else loss,
         "grad_max": _largest(run, GRAD),
         "max_logit": _largest(run, LOGIT),
-        "stable_rank": mean(float(run.metrics[key][1][-1]) for key in RANKS),
-        "curve": [x.tolist() for x in run.metrics[HELD_OUT]],
+        "stable_rank": mean(_late(run, key, settings.steps - WINDOW) for key in RANKS),
+        "jacobian": jacobians(settings, result.folder),
+        "curve": [round(float(x), 3) for x in losses],
     }
 
 
-def markdown(rows: list[dict[str, Any]]) -> str:
-    """One configuration's table; the loss against the clean run of the same seed."""
-    clean = {row["seed"]: row["loss"] for row in rows if row["arm"] == "clean"}
-    lines = ["| arm | held-out loss, by seed | over clean | perplexity | grad max | max logit "]
-    lines[0] += "| stable rank of W_q, W_k |"
-    lines.append("|---" * 7 + "|")
-    for arm in dict.fromkeys(row["arm"] for row in rows):
-        of = [row for row in rows if row["arm"] == arm]
-        over = [100 * (r["loss"] / clean[r["seed"]] - 1) for r in of if r["seed"] in clean]
-        cells = [
-            arm,
-            ", ".join(f"{x:.2f}" for x in _all(of, "loss")),
-            ", ".join(f"{x:+.1f} %" for x in over),
-            f"{mean(_all(of, 'perplexity')):.1f}",
-            f"{max(_all(of, 'grad_max')):.2g}",
-            f"{max(_all(of, 'max_logit')):.2g}",
-            f"{mean(_all(of, 'stable_rank')):.1f}",
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+def jacobians(settings: TrainConfig, folder: Path) -> list[dict[str, Any]]:
+    """a, M and a·M at the kept checkpoints before the last step, on one held-out sequence."""
+    corpus = load_corpus(settings.data)
+    context = settings.model.context
+    tokens = np.asarray(batches(corpus, seed=0, batch=1, context=context, split="held_out")[0])
+    init, _, _ = make_step(settings.model, settings.optimizer, settings.monitor, settings.fault)
+    like, saved, found = init(settings.seed), Checkpoints(folder / "checkpoints"), []
+    for step in saved.steps():
+        if step < settings.steps:
+            params = saved.restore(like, step).params
+            stats = block_jacobians(settings.model, params, tokens[:, :-1])
+            found.append({"step": step} | least(stats))
+    saved.close()
+    return found
 
 
-def draw(rows: list[dict[str, Any]], folder: Path) -> Path:
-    """Held-out loss over steps, a panel for each configuration; first seeds only."""
-    names = list(dict.fromkeys(row["configuration"] for row in rows))
-    figure = make_subplots(1, len(names), subplot_titles=names, shared_yaxes=True)
-    for row in rows:
-        if row["seed"] == min(row["seed"] for row in rows):
-            x, y = row["curve"]
-            line = go.Scatter(x=x, y=y, name=row["arm"], legendgroup=row["arm"])
-            figure.add_trace(line, row=1, col=names.index(row["configuration"]) + 1)
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(title="held-out loss, nats per token", range=[1.5, 4.5], col=1)
-    path = folder / "msign_rescue.html"
-    figure.write_html(path)
-    return path
+def _late(run: Run, key: str, first: int) -> float:
+    """The mean of a metric from a step on."""
+    steps, values = (np.asarray(x) for x in run.metrics[key])
+    return float(np.mean(values[steps >= first]))
 
 
 def _largest(run: Run, key: str) -> float:
@@ -276,13 +213,8 @@ def _largest(run: Run, key: str) -> float:
     return float(values.max()) if np.isfinite(values).all() else float("inf")
 
 
-def _all(rows: Iterable[dict[str, Any]], name: str) -> list[float]:
-    return [float(row[name]) for row in rows]
-
-
 def _key(settings: dict[str, Any]) -> str:
-    """What a row was measured with, wherever the runs lie."""
-    return json.dumps(plain(settings | {"runs": ""}), sort_keys=True)
+    return json.dumps(settings, sort_keys=True)
 
 
 def _write(file: Path, row: dict[str, Any]) -> None:

@@ -15,9 +15,10 @@ def tables(rows: list[Row]) -> str:
     """What compiled and stepped, and NanoGPT-5M's course."""
     presets, runs = _split(rows)
     lines = [
-        "| preset | parameters | paper: layers, context, tokens a step, rate | full step, compiled "
-        "| its memory at one sequence | two steps taken with | loss, uniform is | peak memory |",
-        "|---" * 8 + "|",
+        "| preset | parameters | paper: layers, context, tokens a step, rate | memory of the "
+        "compiled full step, one sequence | two steps taken with | loss; uniform is "
+        "| peak memory |",
+        "|---" * 7 + "|",
     ]
     for row in presets:
         full, less = row["full"], row["reduced"]
@@ -26,11 +27,10 @@ def tables(rows: list[Row]) -> str:
             f"{row['parameters'] / 1e6:,.1f}M",
             f"{full['layers']}, {full['context']}, {row['paper']['tokens']:,}, "
             f"{row['paper']['rate']:g}",
-            f"{row['compile_seconds']:.0f} s",
             f"{row['full_bytes'] / GIB:.1f} GiB",
             f"{less['layers']} layers, {less['batch']} × {less['context']} tokens, "
             f"{row['reduced_parameters'] / 1e6:,.0f}M",
-            f"{', '.join(f'{x:.2f}' for x in row['losses'])}, {row['uniform']:.2f}",
+            f"{', '.join(f'{x:.2f}' for x in row['losses'])}; {row['uniform']:.2f}",
             f"{row['peak_bytes'] / GIB:.1f} GiB",
         ]
         lines.append("| " + " | ".join(cells) + " |")

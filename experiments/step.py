@@ -58,6 +58,7 @@ class OptimizerConfig:
             as pairs (group, rate), the groups disjoint; `learning_rate` is for all other leaves.
         base: "muon" for `optax.contrib.muon` on the block matrices of a "mha" model, its updates
             scaled to AdamW's RMS so that the same rates apply, and AdamW on the rest.
+        qk_clip: Largest attention logit that `optax_ext.qk_clip` allows; None: any.
     """
 
     learning_rate: float = 1e-3
@@ -73,6 +74,7 @@ class OptimizerConfig:
     msign: MsignConfig | None = None
     rates: tuple[tuple[str, float], ...] = ()
     base: Literal["adamw", "muon"] = "adamw"
+    qk_clip: float | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class MonitorConfig:
 
 
 def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout, scaled: bool = False) -> Any:
-    """The chain: clip → AdamW or Muon → learning-rate factor → MSign → snapshot ring.
+    """The chain: clip → AdamW or Muon → learning-rate factor → QK-clip → MSign → snapshot ring.
 
     Where it is `scaled`, the base's updates are multiplied by `tx.update`'s argument `rate_scale`.
     """
@@ -109,6 +111,7 @@ def make_optimizer(config: OptimizerConfig, layout: stabmon.Layout, scaled: bool
         optax.identity() if config.clip is None else optax.clip_by_global_norm(config.clip),
         optax.chain(base, scale_by_argument()) if scaled else base,
         optax_ext.scale_by_control() if config.control else optax.identity(),
+        *([] if config.qk_clip is None else [optax_ext.qk_clip(config.qk_clip, layout=layout)]),
         make_msign(config.msign, layout),
         optax_ext.track_delta(config.every, config.keep, select=layout.selects("qk", "router")),
     )
@@ -249,25 +252,27 @@ def make_step(
         scales: Scales | None = None,
     ):
         inputs, targets = tokens[:, :-1], tokens[:, 1:]
-        options = {}
+        options: dict[str, Any] = {}
         if fault is not None:
             gate = fault.gate(state.step, model.layers) * armed
             options = {"gate_L": gate, "backward": fault}
+        clips = optimizer.qk_clip is not None
 
         def objective(params):
+            returned = apply(model, params, inputs, losses=True, capture=clips, **options)
+            loss = next_token_loss(returned[0], targets)
+            peaks = returned[2]["max_attention_logit"] if clips else None
             if not model.experts:
-                loss = next_token_loss(apply(model, params, inputs, **options), targets)
-                return loss, loss
-            logits, losses = apply(model, params, inputs, losses=True, **options)
-            loss = next_token_loss(logits, targets)
-            extra = auxiliary_loss(model, losses)
-            return loss + (extra if scales is None else extra * scales.auxiliary), loss
+                return loss, (loss, peaks)
+            extra = auxiliary_loss(model, returned[1])
+            total = loss + (extra if scales is None else extra * scales.auxiliary)
+            return total, (loss, peaks)
 
-        grads, loss = jax.grad(objective, has_aux=True)(state.params)
-        extra_args = {}
+        grads, (loss, peaks) = jax.grad(objective, has_aux=True)(state.params)
+        extra_args = {"max_attention_logits": peaks} if clips else {}
         if scales is not None:
             grads = jax.tree.map(lambda g: g * scales.gradient, grads)
-            extra_args = {"rate_scale": scales.learning_rate}
+            extra_args["rate_scale"] = scales.learning_rate
         updates, opt_state = tx.update(grads, state.opt_state, state.params, **extra_args)
         readings = None
         if due != ():

@@ -137,19 +137,29 @@ class Attention(nnx.Module):
             q_BTNH, k_BSKH = self.q_norm(q_BTNH), self.k_norm(k_BSKH)
         if self.config.positions == "rope":
             q_BTNH, k_BSKH = rope(q_BTNH), rope(k_BSKH)
-        if capture:
-            captured |= attention_statistics(q_BTNH, k_BSKH)
-        o_BTNH = attention(
-            q_BTNH,
-            k_BSKH,
-            v_BSKH,
-            backend=self.config.backend,
-            backward=backward,
-            gate=gate,
-            pv_dtype=self.config.pv_dtype,
-            beta=self.config.softmax_beta,
-        )
-        return self.o(o_BTNH), captured
+        captured |= attention_statistics(q_BTNH, k_BSKH) if capture else {}
+        return self.o(attend(self.config, q_BTNH, k_BSKH, v_BSKH, backward, gate)), captured
+
+
+def attend(
+    config: GPTConfig,
+    q_BTNH: jax.Array,
+    k_BSKH: jax.Array,
+    v_BSKH: jax.Array,
+    backward: Backward | None,
+    gate: jax.Array | None,
+) -> jax.Array:
+    """`attention` with the backend and the arithmetic of a configuration."""
+    return attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        backend=config.backend,
+        backward=backward,
+        gate=gate,
+        pv_dtype=config.pv_dtype,
+        beta=config.softmax_beta,
+    )
 
 
 def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from models.attention import attention, attention_statistics
+from models.attention import attend, attention_statistics
 from models.config import GPTConfig
 from models.flash import Backward
 from models.layers import Norm, Projection, rope
@@ -71,16 +71,5 @@ class LatentAttention(nnx.Module):
             k_BSNP = jnp.broadcast_to(k_BSNP, q_BTNP.shape)
             q_BTNH = jnp.concatenate([q_BTNH, q_BTNP], axis=-1)
             k_BSNH = jnp.concatenate([k_BSNH, k_BSNP], axis=-1)
-        if capture:
-            captured |= attention_statistics(q_BTNH, k_BSNH)
-        o_BTNH = attention(
-            q_BTNH,
-            k_BSNH,
-            v_BSNH,
-            backend=self.config.backend,
-            backward=backward,
-            gate=gate,
-            pv_dtype=self.config.pv_dtype,
-            beta=self.config.softmax_beta,
-        )
-        return self.o(o_BTNH), captured
+        captured |= attention_statistics(q_BTNH, k_BSNH) if capture else {}
+        return self.o(attend(self.config, q_BTNH, k_BSNH, v_BSNH, backward, gate)), captured

@@ -78,8 +78,8 @@ class Policy:
         batches: Steps to each side of an S0 whose batches are kept.
         msign: Whether attention numerics are first met by MSign on demand.
         joint: Different quantities that must have alarmed for a diagnosis before the learning rate
-            is touched for it; one alone goes wrong in a healthy run too. Values that are not
-            finite, and the grade table, need no second.
+            is touched for it; one alone goes wrong in a healthy run too. A learning rate that is
+            named, values that are not finite, and the grade table need no second.
         skip_data: Whether the steps between the checkpoint and the alarm are not trained on again.
 
     Raises:
@@ -169,7 +169,8 @@ def transition(
     actions: list[Action] = []
     if now.phase in (Phase.STOPPED, Phase.ROLLING_BACK):
         return now, ()
-    if seen.grade == 0 and not now.kept:
+    # The rank is low in a warm-up too: only where the grade table finds fault with it.
+    if seen.grade == 0 and seen.health is not Health.HEALTHY and not now.kept:
         first, last = max(seen.step - policy.batches, 0), seen.step + policy.batches
         reason = "the grade is S0: keep what the model was fed"
         actions.append(
@@ -223,9 +224,11 @@ def caution(policy: Policy, seen: Observation) -> str | None:
     if seen.health is Health.CAUTION:
         return f"the rank ratio is low and falling (grade S{seen.grade})"
     found = seen.diagnosis
-    if found is not None and found.fault not in _HARMLESS and found.quantities >= policy.joint:
-        return _named(found)
-    return None
+    if found is None or found.fault in _HARMLESS:
+        return None
+    # An adaptive optimizer's updates are as large as its rate: their size needs no second word.
+    sure = found.fault is Fault.LEARNING_RATE or found.quantities >= policy.joint
+    return _named(found) if sure else None
 
 
 def _named(diagnosis: Diagnosis) -> str:

@@ -236,7 +236,7 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
             "recent": [],
             "grade": 0,
             "healthy": False,
-            "health": Health.HEALTHY,
+            "health": Health.DANGER,
         },
     )()
     actor.observe(300, {})

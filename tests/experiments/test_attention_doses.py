@@ -27,7 +27,7 @@ from models.config import GPTConfig
 from stabmon.output.runlog import RunLog
 
 TOY = Config(
-    arms=("clean", "7/0"),
+    arms=("7/0",),
     seeds=(0,),
     more_seeds=(10, 11),
     onset=110,
@@ -157,7 +157,9 @@ def test_every_model_has_a_clean_arm():
 def test_leads_are_counted_from_the_onset_and_bounds_are_marked():
     text = tables(ROWS)
     arm = next(x for x in text.splitlines() if x.startswith("| 7/0 | 0, 1 |"))
-    assert "| 300, 200 | 100, 220 | 300, 600 | 1000, > 1500 | 250, 250 | 550, 550 |" in arm
+    assert (
+        "| 300, 200 | 100, 220 | 300, 600 | 1000, > 1500 | 250, 250 | 550, 550 | 350, 550 |" in arm
+    )
     assert arm.startswith("| 7/0 | 0, 1 | 2000 | +0.20, +0.20 | 600, 600 | 300, 200 |")
     assert arm.endswith("| 75 % |")
     assert "| held-out loss | 1000 (900–1100) | 1500, 1 never |" in text

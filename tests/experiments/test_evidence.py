@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from experiments.evidence import NOT_RUN, VERDICTS, Config, anchor_of, main, texts, written
+from experiments.evidence import (
+    NOT_RUN,
+    VERDICTS,
+    Config,
+    anchor_of,
+    main,
+    texts,
+    verdict_of,
+    written,
+)
 from experiments.listed import EXPERIMENTS, Experiment
 from stabmon.output.jsonl import read_jsonl
 
@@ -166,6 +175,6 @@ def test_an_unknown_name_is_refused(project):
         main(config_of(project, only=("quack",)), listed(project, "quick"))
 
 
-def test_a_verdict_is_found_whatever_word_it_begins_with():
-    found = [next(x for x in VERDICTS if word.startswith(x)) for word in VERDICTS]
-    assert found == list(VERDICTS)
+def test_a_verdict_is_found_whatever_word_it_ends_with():
+    assert [verdict_of(f"{word}: 3") for word in VERDICTS] == list(VERDICTS)
+    assert verdict_of("met, in 3 of 4") is None

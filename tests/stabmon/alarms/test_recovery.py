@@ -86,6 +86,8 @@ def test_a_single_quantity_is_not_acted_on_until_another_speaks():
     assert run.done == [(1020, Kind.SCALE_LEARNING_RATE)]
     alone = Run(joint=1).go(1000).go(1010, ALARM, diagnosis=named(Fault.BALANCE, 1))
     assert alone.done == [(1010, Kind.SCALE_LEARNING_RATE)]
+    rate = Run().go(1000).go(1010, ALARM, diagnosis=named(Fault.LEARNING_RATE, 1))
+    assert rate.done == [(1010, Kind.SCALE_LEARNING_RATE)]
     with pytest.raises(ValueError, match="joint: expected at least 1 quantity, got 0"):
         Policy(joint=0)
 
@@ -182,11 +184,15 @@ def test_log_only_advises_and_neither_waits_nor_stops():
 
 
 def test_at_s0_the_batches_are_kept_once():
-    run = Run().go(1000).sick(1100, grade=0)
-    assert run.done == [(1010, Kind.KEEP_BATCHES)]
+    run = Run().go(1000).sick(1100, grade=0, health=Health.CAUTION)
+    assert [kind for _, kind in run.done] == [Kind.KEEP_BATCHES, Kind.SCALE_LEARNING_RATE]
     recovery = Recovery(Policy())
-    (action,) = recovery.update(150, grade=0, healthy=False)
+    action, *_ = recovery.update(150, grade=0, healthy=False, health=Health.DANGER)
     assert action.fields == {"first": 0, "last": 350}
+
+
+def test_an_s0_that_the_grade_table_does_not_mind_is_none():
+    assert Run().go(1000, grade=0).done == []  # a warm-up passes through it
 
 
 def test_msign_comes_first_for_attention_numerics_if_wanted():

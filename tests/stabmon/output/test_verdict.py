@@ -33,7 +33,7 @@ def test_the_demo_is_told_in_order_of_the_alarms(demo_runs):
 def test_without_fault_and_alarm_on_the_loss_the_lead_is_a_bound():
     row, _ = alarm_table([made(alarms=[DELTA, (DELTA[0], 700), ("other", 1000)])])
     assert row == {
-        "monitor": "delta50/delta2/modes",
+        "monitor": "Δ2 modes, lag 50",
         "first": 680,
         "after": None,
         "lead": 320,
@@ -48,13 +48,13 @@ def test_runs_are_named_where_several_have_alarms():
 
 def test_the_verdict_names_the_first_alarm_and_both_distances():
     assert default_verdict([made(alarms=[LOSS, DELTA], faults=FAULT)]) == (
-        "r: first alarm at step 680 from delta50/delta2/modes, 380 steps after the fault set in "
+        "r: first alarm at step 680 from Δ2 modes, lag 50, 380 steps after the fault set in "
         "and 1,100 steps before the loss."
     )
 
 
 def test_the_verdict_says_when_the_loss_was_silent_or_the_alarm_came_too_soon():
-    assert default_verdict([made(alarms=[DELTA])]).endswith("modes; the loss raised none.")
+    assert default_verdict([made(alarms=[DELTA])]).endswith("lag 50; the loss raised none.")
     early = default_verdict([made(alarms=[(DELTA[0], 100)], faults=FAULT)])
     assert "200 steps before the fault set in" in early
 
@@ -90,7 +90,7 @@ def test_the_verdict_opens_with_what_it_is():
     run = Run("r", Path("r"), {}, {}, (alarm, *ACTIONS[:2]), ())
     assert default_verdict([run]) == (
         "r: attention numerics, layer 3, head 1, confidence 0.80. First alarm at step 680 from "
-        "delta50/delta2/modes; the loss raised none."
+        "Δ2 modes, lag 50; the loss raised none."
     )
 
 
