@@ -1,6 +1,7 @@
 """The rescue experiment at toy size: every arm is a run, and a finished one is not run again."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -109,9 +110,9 @@ def test_rates_scale_the_updates_of_their_group_and_nothing_else(base):
     params = init_params(MODEL, 0)
     layout = stabmon.find_layout(params)
 
-    def updates(rates):
+    def updates(rates) -> Any:
         tx = make_optimizer(OptimizerConfig(warmup=1, rates=rates, base=base), layout)
-        state, found = tx.init(params), params
+        state, found = tx.init(params), None
         for _ in range(2):
             found, state = tx.update(jax.tree.map(jax.numpy.ones_like, params), state, params)
         return found
