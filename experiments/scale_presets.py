@@ -10,7 +10,7 @@ training step is compiled from shapes, which gives its memory, and two steps are
 layers, sequences and tokens (`REDUCED`). NanoGPT-5M is trained with all its layers, on bytes and
 with a small batch, for `Config.steps`: do stable rank and loss do what the paper saw after 20,000?
 
-About MINUTES minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
+About 9 minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
 `runs/scale_presets.html`. Results: `experiments/README.md`. What devices send each other:
 `scale_study.py`. Tables and figure: `scale_tables.py`.
 """
