@@ -94,7 +94,7 @@ class Config:
         model_axis: Devices along "model", of `pod`.
         distributed: Whether to have JAX look for other processes.
         resume: Whether `pod` goes on from the newest checkpoint.
-        steps: Of NanoGPT-5M, or of `pod`; None: 200, or 50,000.
+        steps: Of NanoGPT-5M, or of `pod`; None: 100, or 50,000.
         batch: Sequences a step of NanoGPT-5M.
         warmup: Steps of its warm-up, where the paper has 2,000.
         layers: Of NanoGPT-5M.
@@ -141,7 +141,7 @@ def main(config: Config) -> Result:
     if config.command == "table":
         settings = {
             "run": "nanogpt-5m",
-            "steps": config.steps or 200,
+            "steps": config.steps or 100,
             **{name: getattr(config, name) for name in ("batch", "warmup", "layers", "seed")},
         }
         rows.append(measured(file, settings, lambda: nanogpt(config)))
@@ -246,7 +246,7 @@ def nanogpt(config: Config) -> Row:
     """NanoGPT-5M on bytes for as long as asked; its loss, stable ranks and gradient."""
     full = paper_config("nanogpt-5m")
     model = replace(full.model, vocabulary=256, layers=config.layers)
-    steps = config.steps or 200
+    steps = config.steps or 100
     settings = replace(
         full,
         name=f"nanogpt-5m-seed{config.seed}",
