@@ -9,7 +9,7 @@ lag, α and aggregate of the Δ2 spectrum see it first, and how often are health
     python -m experiments.attention_doses                   every arm
     python -m experiments.attention_doses --arms 7/0 6/0    some, and the clean ones they need
 
-About MINUTES minutes on one core; runs that are finished are not run again. Rows:
+About 22 minutes on one core; runs that are finished are not run again. Rows:
 `runs/attention_doses.jsonl`, figure: `runs/attention_doses.html`. Results: `experiments/README.md`.
 
 Clean runs are those of the same program with the fault never coming on. Each run, faulty or clean,

@@ -10,7 +10,7 @@ training step is compiled from shapes, which gives its memory, and two steps are
 layers, sequences and tokens (`REDUCED`). NanoGPT-5M is trained with all its layers, on bytes and
 with a small batch, for `Config.steps`: do stable rank and loss do what the paper saw after 20,000?
 
-About MINUTES minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
+About 9 minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
 `runs/scale_presets.html`. Results: `experiments/README.md`. What devices send each other:
 `scale_study.py`. Tables and figure: `scale_tables.py`.
 """
@@ -95,7 +95,7 @@ class Config:
         model_axis: Devices along "model", of `pod`.
         distributed: Whether to have JAX look for other processes.
         resume: Whether `pod` goes on from the newest checkpoint.
-        steps: Of NanoGPT-5M, or of `pod`; None: 200, or 50,000.
+        steps: Of NanoGPT-5M, or of `pod`; None: 100, or 50,000.
         batch: Sequences a step of NanoGPT-5M.
         warmup: Steps of its warm-up, where the paper has 2,000.
         layers: Of NanoGPT-5M.
@@ -142,7 +142,7 @@ def main(config: Config) -> Result:
     if config.command == "table":
         settings = {
             "run": "nanogpt-5m",
-            "steps": config.steps or 200,
+            "steps": config.steps or 100,
             **{name: getattr(config, name) for name in ("batch", "warmup", "layers", "seed")},
         }
         rows.append(measured(file, settings, lambda: nanogpt(config)))
@@ -247,7 +247,7 @@ def nanogpt(config: Config) -> Row:
     """NanoGPT-5M on bytes for as long as asked; its loss, stable ranks and gradient."""
     full = paper_config("nanogpt-5m")
     model = replace(full.model, vocabulary=256, layers=config.layers)
-    steps = config.steps or 200
+    steps = config.steps or 100
     settings = replace(
         full,
         name=f"nanogpt-5m-seed{config.seed}",

@@ -52,7 +52,7 @@ EXPERIMENTS = (
     Experiment(
         "attention_doses",
         "Is a low-precision attention fault called before the loss; at which dose, in which model?",
-        20,
+        22,
         tables="experiments.support.attention_tables",
     ),
     Experiment(
@@ -87,7 +87,7 @@ EXPERIMENTS = (
     Experiment(
         "scale_presets",
         "Do the papers' own configurations compile and train?",
-        20,
+        9,
         tables="experiments.support.scale_tables",
     ),
     Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),

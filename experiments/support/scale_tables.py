@@ -40,7 +40,7 @@ def tables(rows: list[Row]) -> str:
         lines += [
             f"\nNanoGPT-5M on bytes, {settings['layers']} layers, {row['parameters'] / 1e6:.2f}M "
             f"parameters, seed {row['seed']}: {settings['steps']:,} steps, {row['tokens']:,} "
-            f"tokens, {share:.2f} % of what the paper had seen when AdamW failed:\n",
+            f"tokens, {share:.1g} % of what the paper had seen when AdamW failed:\n",
             *_course(row["curves"]),
         ]
     return "\n".join(lines)
@@ -63,7 +63,7 @@ def headline(rows: list[Row]) -> str:
     verdict = "partly" if failed or went < len(presets) else "not at this size"
     return (
         f"{verdict}: {text}; NanoGPT-5M {'fails' if failed else 'does not fail'} within "
-        f"{100 * row['tokens'] / row['paper_tokens']:.2f} % of the paper's tokens, held-out loss "
+        f"{100 * row['tokens'] / row['paper_tokens']:.1g} % of the paper's tokens, held-out loss "
         f"{loss[0]:.2f} → {row['held_out']:.2f}, stable rank of W_k {rank[0][0]:.1f} → "
         f"{rank[0][-1]:.1f}, of W_up {rank[1][0]:.1f} → {rank[1][-1]:.1f}"
     )
