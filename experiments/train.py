@@ -178,6 +178,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                 saved,
                 order,
                 learned,
+                config.model.qk_norm,
             )
         if config.resume and saved.latest() is not None:
             state = saved.restore(state)

@@ -99,6 +99,7 @@ class Acting:
         saved: Checkpoints,
         windows: MapDataset,
         reference: Reference | None = None,
+        qk_norm: bool = False,
     ) -> "Acting":
         """As configured; `windows` are the indices of the data of each step."""
         policy = Policy(
@@ -111,7 +112,7 @@ class Acting:
             msign=config.msign,
         )
         recovery = Recovery(policy, CheckpointLedger(config.dwell, config.min_grade))
-        board = standard_board(warmup, config.window, reference)
+        board = standard_board(warmup, config.window, reference, qk_norm=qk_norm)
         return cls(folder, log, saved, Watcher(board, recovery), _windows=windows)
 
     @property

@@ -132,7 +132,8 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
         if brief or key == HELD_OUT:
             for step, value in zip(steps, values, strict=True):
                 samples.setdefault(int(step), {})[key] = float(value)
-    board = standard_board(how.warmup, how.window[1] - how.warmup)
+    normed = run.config["model"]["qk_norm"]
+    board = standard_board(how.warmup, how.window[1] - how.warmup, qk_norm=normed)
     raised = [alarm for step in sorted(samples) for alarm in board.update(step, samples[step])]
     late = [alarm for alarm in raised if alarm.step >= how.onset]
     first = lambda keys: min((a.step for a in late if keys(a.key)), default=None)

@@ -129,7 +129,8 @@ def run_one(settings: TrainConfig) -> Run:
 
 def judged(run: Run, warmup: int, window: int) -> Run:
     """The run with the events that the default alarms raise over its samples, and no others."""
-    watcher = Watcher(standard_board(warmup, window), Recovery(Policy(), CheckpointLedger()))
+    board = standard_board(warmup, window, qk_norm=run.config["model"]["qk_norm"])
+    watcher = Watcher(board, Recovery(Policy(), CheckpointLedger()))
     return replace(run, events=tuple(replay_events(run, watcher)))
 
 

@@ -30,6 +30,7 @@ def standard_board(
     reference: Reference | None = None,
     cooldown: int = 500,
     span: int = 1000,
+    qk_norm: bool = False,
 ) -> AlarmBoard:
     """A board for a run that is watched by `stabmon.Monitor`.
 
@@ -43,6 +44,8 @@ def standard_board(
         reference: Bands of clean runs, judged besides.
         cooldown: Steps after an alarm in which the same metric raises no other.
         span: Steps for which an alarm counts as evidence.
+        qk_norm: Whether queries and keys are normalised. Logits then do not depend on the lengths
+            of W_q and W_k, which grow in a healthy run too: their radial alignment is not judged.
 
     Raises:
         ValueError: A negative warm-up, or no window.
@@ -104,6 +107,8 @@ def standard_board(
             "z", "evaluation/global/loss/value", window(0.02, -1), "up", patience=twice
         ),
     }
+    if qk_norm:
+        del detectors["radial"]
     if reference is not None:
         detectors["bands"] = BandDetector(reference)
     return AlarmBoard(detectors, span)

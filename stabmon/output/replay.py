@@ -23,6 +23,8 @@ def replay_runs(
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns {name of the run: alarms, diagnoses and advice in order}.
 
+    Whether queries and keys are normalised is read from the run's configuration, "model" "qk_norm".
+
     Args:
         folders: Folders of runs.
         warmup: Steps of learning-rate warm-up, which are not judged.
@@ -32,11 +34,13 @@ def replay_runs(
         FileNotFoundError: A folder is not a run.
         ValueError: A negative warm-up, or no window.
     """
-    board = lambda: standard_board(warmup, window)
-    return {
-        str(folder): replay_events(load_run(folder), Watcher(board(), Recovery()))
-        for folder in folders
-    }
+    found = {}
+    for folder in folders:
+        run = load_run(folder)
+        normed = bool(run.config.get("model", {}).get("qk_norm", False))
+        board = standard_board(warmup, window, qk_norm=normed)
+        found[str(folder)] = replay_events(run, Watcher(board, Recovery()))
+    return found
 
 
 def show_replay(

@@ -71,6 +71,15 @@ def test_without_a_router_too(fault):
     assert board.diagnose().fault is fault, board.diagnose()
 
 
+def test_with_normalised_queries_and_keys_their_alignment_is_not_judged():
+    turned = {"delta50/global/q/radial_alignment/mean": 0.2}
+    raised = lambda board: [
+        a.rule for step in range(0, 600, 25) for a in board.update(step, turned)
+    ]
+    assert raised(standard_board()) == ["limit"]
+    assert raised(standard_board(qk_norm=True)) == []
+
+
 def test_the_place_is_read_from_the_worst_layer_and_head():
     board = standard_board()
     alarms = watch(board, stream(0, 1400, 800, FAULTS[Fault.ATTENTION]))
