@@ -54,7 +54,8 @@ def tiny(folder, **changes):
 def limited(limit=LIMIT):
     """A board that holds the updates to be too large from step 20 on, unless the rate is cut."""
     patience = Patience(dwell=1, cooldown=0)
-    return lambda *_, **__: AlarmBoard({"limit": Threshold("limit", UPDATE, limit, patience, first=20)})
+    detector = lambda: Threshold("limit", UPDATE, limit, patience, first=20)
+    return lambda *_, **__: AlarmBoard({"limit": detector()})
 
 
 @pytest.fixture
