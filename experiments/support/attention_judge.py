@@ -17,6 +17,7 @@ from stabmon.alarms.board import LOSS
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.alarms.replay import has_qk_norm
 from stabmon.alarms.standard import standard_board
 from stabmon.output.runlog import Run
 from stabmon.readings import BRIEF
@@ -132,8 +133,8 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
         if brief or key == HELD_OUT:
             for step, value in zip(steps, values, strict=True):
                 samples.setdefault(int(step), {})[key] = float(value)
-    normed = run.config["model"]["qk_norm"]
-    board = standard_board(how.warmup, how.window[1] - how.warmup, qk_norm=normed)
+    length = how.window[1] - how.warmup
+    board = standard_board(how.warmup, length, qk_norm=has_qk_norm(run))
     raised = [alarm for step in sorted(samples) for alarm in board.update(step, samples[step])]
     late = [alarm for alarm in raised if alarm.step >= how.onset]
     first = lambda keys: min((a.step for a in late if keys(a.key)), default=None)

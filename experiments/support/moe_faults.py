@@ -23,7 +23,7 @@ from models.config import GPTConfig
 from stabmon.alarms.ladder import Policy
 from stabmon.alarms.ledger import CheckpointLedger
 from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import replay_events
+from stabmon.alarms.replay import has_qk_norm, replay_events
 from stabmon.alarms.standard import standard_board
 from stabmon.alarms.watcher import Watcher
 from stabmon.output.runlog import Run, load_run
@@ -129,7 +129,7 @@ def run_one(settings: TrainConfig) -> Run:
 
 def judged(run: Run, warmup: int, window: int) -> Run:
     """The run with the events that the default alarms raise over its samples, and no others."""
-    board = standard_board(warmup, window, qk_norm=run.config["model"]["qk_norm"])
+    board = standard_board(warmup, window, qk_norm=has_qk_norm(run))
     watcher = Watcher(board, Recovery(Policy(), CheckpointLedger()))
     return replace(run, events=tuple(replay_events(run, watcher)))
 

@@ -23,6 +23,11 @@ def samples(run: Run) -> Iterator[tuple[int, dict[str, float]]]:
     yield from sorted(found.items())
 
 
+def has_qk_norm(run: Run) -> bool:
+    """Whether the run's configuration says "model" "qk_norm"; not, where it says nothing."""
+    return bool(run.config.get("model", {}).get("qk_norm", False))
+
+
 def replay_events(run: Run, watcher: Watcher | None = None) -> list[dict[str, Any]]:
     """What a watcher says about a recorded run: rows as of `events.jsonl`, in order.
 

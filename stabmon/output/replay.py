@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import replay_events
+from stabmon.alarms.replay import has_qk_norm, replay_events
 from stabmon.alarms.standard import standard_board
 from stabmon.alarms.watcher import Watcher
 from stabmon.output.jsonl import plain
@@ -37,8 +37,7 @@ def replay_runs(
     found = {}
     for folder in folders:
         run = load_run(folder)
-        normed = bool(run.config.get("model", {}).get("qk_norm", False))
-        board = standard_board(warmup, window, qk_norm=normed)
+        board = standard_board(warmup, window, qk_norm=has_qk_norm(run))
         found[str(folder)] = replay_events(run, Watcher(board, Recovery()))
     return found
 

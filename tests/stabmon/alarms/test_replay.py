@@ -1,5 +1,6 @@
 """A recorded run replayed: the samples in order, and what the alarms say about them."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,7 +8,7 @@ import pytest
 
 from stabmon.alarms.ladder import Policy
 from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import replay_events, samples
+from stabmon.alarms.replay import has_qk_norm, replay_events, samples
 from stabmon.alarms.standard import standard_board
 from stabmon.alarms.watcher import Watcher
 from stabmon.output.runlog import Run
@@ -53,6 +54,12 @@ def test_a_diagnosis_is_said_once():
     assert [x["fault"] for x in replay_events(rows) if x["kind"] == "diagnosis"] == [
         "learning rate"
     ]
+
+
+def test_whether_there_is_a_qk_norm_stands_in_the_configuration():
+    run = recorded(stream(0, 20))
+    assert not has_qk_norm(run)
+    assert has_qk_norm(replace(run, config={"model": {"qk_norm": True}}))
 
 
 def test_what_is_over_cannot_be_acted_on():
