@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
+from experiments.support import markdown
 from experiments.support.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
@@ -252,6 +253,5 @@ def _range(values: list[float]) -> str:
     return "…".join(ends) + " %" if ends else "not run"
 
 
-def _markdown(head: list[str], cells: list[list[str]]) -> str:
-    lines = [head, ["---"] * len(head), *cells]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def _markdown(cells: list[str], rows: list[list[str]]) -> str:
+    return "\n".join([*markdown.head(cells), *map(markdown.line, rows)])

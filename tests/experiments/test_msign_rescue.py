@@ -26,6 +26,7 @@ TOY = Config(configurations=("fault",), arms=("clean", "adamw"), seeds=(0,), ste
 
 def test_rows_are_written_once_and_read_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rescue, "CHECKPOINT_EVERY", 1)
+    monkeypatch.setattr(rescue, "EVERY", 1)
     config = dataclasses.replace(TOY, runs=tmp_path)
     first = main(config)
     assert [row["arm"] for row in first.rows] == ["clean", "adamw"]
