@@ -30,7 +30,7 @@ from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.attention_judge import Judge, judge
 from experiments.support.attention_tables import draw, headline, tables
-from experiments.support.rows import Row, append_row, rows_there
+from experiments.support.rows import Result, Row, append_row, rows_there
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
@@ -110,15 +110,6 @@ class Config:
     model: GPTConfig = MODEL
     window: tuple[int, int] = (100, 300)
     runs: Path = Path("runs")
-
-
-@dataclass(frozen=True)
-class Result:
-    """All rows that were asked for, the file they lie in, and the figure."""
-
-    rows: list[Row]
-    file: Path
-    figure: Path
 
 
 def main(config: Config) -> Result:

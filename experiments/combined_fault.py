@@ -30,7 +30,7 @@ from experiments.support.arm_curves import arms_of, draw_curves
 from experiments.support.markdown import head, line, numbers, steps
 from experiments.support.moe_faults import MoEConfig
 from experiments.support.moe_judging import CURVES, Judging
-from experiments.support.rows import Row
+from experiments.support.rows import Result, Row
 from experiments.support.verdicts import CLEAN
 from stabmon.alarms.signatures import Fault
 
@@ -78,19 +78,8 @@ class Config:
     runs: Path = Path("runs")
 
 
-@dataclass(frozen=True)
-class Result:
-    """All rows asked for, the file they lie in, and the figure."""
-
-    rows: list[Row]
-    file: Path
-    figure: Path
-
-
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    if shared := sorted(set(config.seeds) & set(config.reference_seeds)):
-        raise ValueError(f"seeds {shared} are in the reference: they would judge themselves")
     file = config.runs / "combined_fault.jsonl"
     judging = Judging(config.moe, config.reference_seeds, config.runs)
     rows = judging.rows(file, [(a, s) for s in config.seeds for a in config.arms], config.rejudge)

@@ -39,7 +39,7 @@ from experiments.support.continuing import continue_all
 from experiments.support.grades_of_text import grades_of_texts
 from experiments.support.grades_tables import draw, headline, tables
 from experiments.support.moe_faults import curve, judged, run_one
-from experiments.support.rows import Row, append_row, measured, rows_there
+from experiments.support.rows import Result, Row, append_row, measured, rows_there
 from experiments.support.text_mixes import MIXES, write_mixes
 from experiments.support.verdicts import LOSSES
 from experiments.train import HELD_OUT
@@ -122,15 +122,6 @@ class Config:
     alarms: AlarmConfig = ALARMS
     rejudge: bool = False
     runs: Path = Path("runs")
-
-
-@dataclass(frozen=True)
-class Result:
-    """All rows there are, the file they lie in, and the figure."""
-
-    rows: list[Row]
-    file: Path
-    figure: Path
 
 
 def main(config: Config) -> Result:

@@ -44,6 +44,7 @@ from experiments.loop.step import MonitorConfig, make_step
 from experiments.support.jacobians import block_jacobians, least
 from experiments.support.rescue_arms import ARMS, CONFIGURATIONS
 from experiments.support.rescue_tables import draw, tables
+from experiments.support.rows import Result
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
@@ -78,15 +79,6 @@ class Config:
     steps: int | None = None
     model: GPTConfig | None = None
     runs: Path = Path("runs")
-
-
-@dataclass(frozen=True)
-class Result:
-    """All rows asked for, the file they lie in, and the figure."""
-
-    rows: list[dict[str, Any]]
-    file: Path
-    figure: Path
 
 
 def main(config: Config) -> Result:

@@ -36,7 +36,7 @@ from experiments.support.moe_faults import MoEConfig, run_one, settings_of
 from experiments.support.moe_judging import Judging, final_state
 from experiments.support.router_growth import Branch, measure
 from experiments.support.router_tables import draw, headline, tables
-from experiments.support.rows import Row, measured
+from experiments.support.rows import Result, Row, measured
 from experiments.support.verdicts import CLEAN
 from experiments.train import Config as TrainConfig
 
@@ -84,19 +84,8 @@ class Config:
     runs: Path = Path("runs")
 
 
-@dataclass(frozen=True)
-class Result:
-    """All rows asked for, the file they lie in, and the figure."""
-
-    rows: list[Row]
-    file: Path
-    figure: Path
-
-
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    if shared := sorted(set(config.seeds) & set(config.reference_seeds)):
-        raise ValueError(f"seeds {shared} are in the reference: they would judge themselves")
     file = config.runs / "router_fault.jsonl"
     judging = Judging(config.moe, config.reference_seeds, config.runs)
     rows = judging.rows(file, [(a, s) for s in config.seeds for a in config.arms], config.rejudge)

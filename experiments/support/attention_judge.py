@@ -6,7 +6,7 @@ are is `attention_doses.py`'s, what is shown of it `attention_tables.py`'s.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from stabmon.alarms.board import LOSS
 from stabmon.alarms.detectors import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Judged, Reference, learn
-from stabmon.alarms.replay import has_qk_norm
+from stabmon.alarms.replay import has_qk_norm, samples
 from stabmon.alarms.standard import standard_board
 from stabmon.output.runlog import Run
 from stabmon.readings import BRIEF
@@ -124,18 +124,18 @@ def _worst_layers(run: Run, first: int | None) -> list[int]:
 
 def _default(run: Run, how: Judge) -> dict[str, Any]:
     """The alarms that a run has by default, which sees one lag and what is kept in brief detail."""
-    samples: dict[int, dict[str, float]] = {}
-    for key, (steps, values) in run.metrics.items():
+    kept = {}
+    for key, series in run.metrics.items():
         monitor, place, rest = key.split("/", 2)
         brief = BRIEF.fullmatch(f"{monitor}/{rest}") and place == "global"
         if monitor.startswith("delta"):
             brief = brief and monitor == f"delta{max(how.lags)}"
         if brief or key == HELD_OUT:
-            for step, value in zip(steps, values, strict=True):
-                samples.setdefault(int(step), {})[key] = float(value)
+            kept[key] = series
+    seen = list(samples(replace(run, metrics=kept)))
     length = how.window[1] - how.warmup
     board = standard_board(how.warmup, length, qk_norm=has_qk_norm(run))
-    raised = [alarm for step in sorted(samples) for alarm in board.update(step, samples[step])]
+    raised = [alarm for step, values in seen for alarm in board.update(step, values)]
     late = [alarm for alarm in raised if alarm.step >= how.onset]
     first = lambda keys: min((a.step for a in late if keys(a.key)), default=None)
     return {
@@ -144,7 +144,7 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
         "first": first(lambda key: True),
         "spectrum": first(lambda key: key.startswith("delta")),
         "loss": first(lambda key: key in (LOSS, HELD_OUT)),
-        "judged": max(samples) - how.window[1],
+        "judged": seen[-1][0] - how.window[1],
     }
 
 

@@ -109,7 +109,13 @@ class Judging:
     _reference: Reference | None = None
 
     def rows(self, file: Path, plan: list[tuple[str, int]], again: bool = False) -> list[Row]:
-        """The rows of (arm, seed), in order; those that are missing, or all, are measured."""
+        """The rows of (arm, seed), in order; those that are missing, or all, are measured.
+
+        Raises:
+            ValueError: A seed is in the reference.
+        """
+        if shared := sorted({seed for _, seed in plan} & set(self.reference_seeds)):
+            raise ValueError(f"seeds {shared} are in the reference: they would judge themselves")
         found = []
         for arm, seed in plan:
             run = settings_of(self.moe, arm, seed, self.runs)
