@@ -22,15 +22,15 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-from rich.console import Console
 
 from experiments.attention_fault import MODEL
 from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.attention_judge import Judge, judge
-from experiments.support.attention_tables import draw, headline, tables
-from experiments.support.rows import Result, Row, append_row, rows_there
+from experiments.support.attention_tables import figure, headline, tables
+from experiments.support.ending import Result, ended
+from experiments.support.rows import Row, append_row, rows_there
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
@@ -127,8 +127,7 @@ def main(config: Config) -> Result:
                 run = healthy[seed] if arm == clean else run_one(config, arm, seed)
                 append_row(file, row_of(config, arm, seed, run, healthy))
     rows = rows_there(file, [settings_of(config, *it) for it in wanted])
-    Console(soft_wrap=True).print(tables(rows), headline(rows), sep="\n\n", markup=False)
-    return Result(rows, file, draw(rows, config.runs / "attention_doses.html"))
+    return ended(file, rows, headline, tables, figure)
 
 
 def seeds_of(config: Config, arm: str) -> tuple[int, ...]:

@@ -39,6 +39,7 @@ from experiments.loop.faults import AttentionFault, Disturbance, Kind
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.campaign_tables import figure, headline, tables
+from experiments.support.ending import Result, ended
 from experiments.support.verdicts import CLEAN, judge
 from experiments.train import Config as TrainConfig
 from experiments.train import train
@@ -145,7 +146,7 @@ class Config:
     again: bool = False
 
 
-def main(config: Config) -> list[dict[str, Any]]:
+def main(config: Config) -> Result:
     """Carry out `config.command`; all rows that there are then."""
     rows = {_identity(x): x for x in read_jsonl(config.results)}
     if config.command == "rescue":
@@ -169,10 +170,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         write(config.results, list(rows.values()))
         said = row["named"] if kind == "verdict" else f"{row['excess']:+.1%} of the clean loss"
         print(f"{name}, seed {seed}: {said}", flush=True)
-    ordered = list(rows.values())
-    figure(ordered, config.results.with_suffix(".html"))
-    print("\n" + tables(ordered) + "\n\n" + headline(ordered))
-    return ordered
+    return ended(config.results, list(rows.values()), headline, tables, figure)
 
 
 def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any]:

@@ -23,14 +23,15 @@ alarms see the run's own steps 100–300 only.
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import plotly.graph_objects as go
 import tyro
-from rich.console import Console
 
-from experiments.support.arm_curves import arms_of, draw_curves
+from experiments.support.ending import Result, ended
+from experiments.support.figures import arms_of, curves
 from experiments.support.markdown import head, line, numbers, steps
 from experiments.support.moe_faults import MoEConfig
 from experiments.support.moe_judging import CURVES, Judging
-from experiments.support.rows import Result, Row
+from experiments.support.rows import Row
 from experiments.support.verdicts import CLEAN
 from stabmon.alarms.signatures import Fault
 
@@ -83,9 +84,7 @@ def main(config: Config) -> Result:
     file = config.runs / "combined_fault.jsonl"
     judging = Judging(config.moe, config.reference_seeds, config.runs)
     rows = judging.rows(file, [(a, s) for s in config.seeds for a in config.arms], config.rejudge)
-    figure = draw_curves(rows, CURVES, config.runs / "combined_fault.html")
-    Console(soft_wrap=True).print(f"{headline(rows)}\n\n{tables(rows)}", markup=False)
-    return Result(rows, file, figure)
+    return ended(file, rows, headline, tables, figure)
 
 
 def tables(rows: list[Row]) -> str:
@@ -117,6 +116,11 @@ def headline(rows: list[Row]) -> str:
     named = f"named right {sum(map(right, both))} of {len(both)} and "
     named += f"{sum(map(right, alone))} of {len(alone)}"
     return f"{word}: {'; '.join([*parts, named])}"
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """The curves of all runs."""
+    return curves(rows, CURVES)
 
 
 def metrics_markdown(rows: list[Row]) -> str:

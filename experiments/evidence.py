@@ -3,21 +3,26 @@
     make evidence                                            everything, on all cores
     python -m experiments.evidence run --only scale_study    some of it
     python -m experiments.evidence tables                    the text alone
+    python -m experiments.evidence figures                   text and images
 
 One experiment a core, side by side. How long each takes is in `listed.py` and, with the sum, in
 `experiments/README.md`: on two cores about half the sum. Experiments resume: what is measured is
 not measured again, so this may be interrupted. What they print goes to `runs/<name>.log`.
 
-`run` copies each experiment's rows, `runs/<name>.jsonl`, to `experiments/results/`. Then both
-commands write, from the rows in `experiments/results/` alone,
+`run` copies each experiment's rows, `runs/<name>.jsonl`, to `experiments/results/`. Then every
+command writes, from the rows in `experiments/results/` alone,
 
 - into `experiments/README.md` the tables, between the lines `<!-- name -->` and `<!-- /name -->`,
   and the list of experiments, between `<!-- experiments -->` and `<!-- /experiments -->`,
-- into `README.md` a line for each experiment, between `<!-- results -->` and `<!-- /results -->`.
+- into `README.md` a line for each experiment, between `<!-- results -->` and `<!-- /results -->`,
 
-An experiment's module has `tables(rows) -> str`, Markdown, and `headline(rows) -> str`, one line
-that gives a verdict and a colon first (`verdict_of`); it may have `current(rows) -> rows`, which
-leaves out rows that today's settings would not write. What is measured is each experiment's.
+and `run` and `figures` also `experiments/figures/<name>.svg`, which wants Kaleido and a browser
+(`figures.py`); without them `run` says so and leaves the images as they are.
+
+An experiment's module has `tables(rows) -> str`, Markdown, `figure(rows)`, a Plotly figure, and
+`headline(rows) -> str`, one line that gives a verdict and a colon first (`verdict_of`); it may have
+`current(rows) -> rows`, which leaves out rows that today's settings would not write. What is
+measured is each experiment's.
 """
 
 import os
@@ -33,8 +38,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Annotated, Any, Literal
 
+import plotly.graph_objects as go
 import tyro
 
+from experiments.support.figures import write_images
 from experiments.support.listed import EXPERIMENTS, Experiment
 from experiments.support.rows import Row, latest
 from stabmon.output.jsonl import append, read_jsonl
@@ -49,14 +56,14 @@ class Config:
     """What to do.
 
     Attributes:
-        command: run, or tables alone.
+        command: run everything, or write tables alone, or tables and images.
         only: Names of experiments; empty: all.
         cores: Experiments side by side; 0: as many as there are cores.
         runs: Where experiments write, relative to the working directory.
         root: The project's folder.
     """
 
-    command: Annotated[Literal["run", "tables"], tyro.conf.Positional] = "run"
+    command: Annotated[Literal["run", "tables", "figures"], tyro.conf.Positional] = "run"
     only: tuple[str, ...] = ()
     cores: int = 0
     runs: Path = Path("runs")
@@ -76,6 +83,7 @@ def main(config: Config, experiments: Sequence[Experiment] = EXPERIMENTS) -> Res
 
     Raises:
         ValueError: A name that is not listed, or a README without the marks of an experiment.
+        RuntimeError: `figures` without Kaleido or a browser.
     """
     names = [x.name for x in experiments]
     if unknown := sorted(set(config.only) - set(names)):
@@ -88,6 +96,13 @@ def main(config: Config, experiments: Sequence[Experiment] = EXPERIMENTS) -> Res
         for experiment in chosen:
             if experiment.name not in failed:
                 collect(config, experiment)
+    if config.command != "tables":
+        try:
+            write_images(images(config.root, chosen))
+        except RuntimeError as error:
+            if config.command == "figures":
+                raise
+            print(f"images are left as they were: {error}", file=sys.stderr)
     for path, text in texts(config.root, experiments).items():
         path.write_text(text, encoding="utf-8")
     for name in failed:
@@ -167,6 +182,16 @@ def collect(config: Config, experiment: Experiment) -> None:
     whole.replace(target)
 
 
+def images(root: Path, experiments: Sequence[Experiment]) -> dict[Path, go.Figure]:
+    """The figure of each experiment with rows, by the image's path."""
+    found = {}
+    for experiment in experiments:
+        if rows := read_jsonl(root / "experiments" / "results" / f"{experiment.name}.jsonl"):
+            module: Any = import_module(experiment.writer)
+            found[_image(root, experiment)] = module.figure(rows)
+    return found
+
+
 def texts(root: Path, experiments: Sequence[Experiment]) -> dict[Path, str]:
     """Both READMEs as the committed rows have them.
 
@@ -185,6 +210,8 @@ def texts(root: Path, experiments: Sequence[Experiment]) -> dict[Path, str]:
         verdict = headline = NOT_RUN
         if rows:
             tables, headline = written(experiment, rows)
+            if (image := _image(root, experiment)).exists():
+                tables = f"![{question}](figures/{image.name})\n\n{tables}"
             inside = between(inside, experiment.name, tables, book)
             anchor = anchor_of(inside, experiment.name)
             verdict = f"[{verdict_of(headline)}](#{anchor})"
@@ -213,6 +240,10 @@ def written(experiment: Experiment, rows: list[Row]) -> tuple[str, str]:
             f"colon, got {headline!r}"
         )
     return module.tables(rows).strip(), headline
+
+
+def _image(root: Path, experiment: Experiment) -> Path:
+    return root / "experiments" / "figures" / f"{experiment.name}.svg"
 
 
 def verdict_of(headline: str) -> str | None:

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from rich.console import Console
 
 from experiments.campaign import ALARMS, DENSE, MONITOR, OPTIMIZER, held_out
 from experiments.loop.acting import AlarmConfig
@@ -36,10 +35,11 @@ from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.session import identity
 from experiments.loop.step import MonitorConfig
 from experiments.support.continuing import continue_all
+from experiments.support.ending import Result, ended
 from experiments.support.grades_of_text import grades_of_texts
-from experiments.support.grades_tables import draw, headline, tables
+from experiments.support.grades_tables import figure, headline, tables
 from experiments.support.moe_faults import curve, judged, run_one
-from experiments.support.rows import Result, Row, append_row, measured, rows_there
+from experiments.support.rows import Row, append_row, measured, rows_there
 from experiments.support.text_mixes import MIXES, write_mixes
 from experiments.support.verdicts import LOSSES
 from experiments.train import HELD_OUT
@@ -143,10 +143,7 @@ def main(config: Config) -> Result:
                 if config.rejudge and part != "mixes" and there:
                     append_row(file, measure(there[0]) | {"settings": settings})
                 measured(file, settings, measure)
-    rows = rows_there(file, all_settings)
-    figure = draw(rows, config.runs / "grades.html")
-    Console(soft_wrap=True).print(f"{headline(rows)}\n\n{tables(rows)}", markup=False)
-    return Result(rows, file, figure)
+    return ended(file, rows_there(file, all_settings), headline, tables, figure)
 
 
 def plan(config: Config) -> dict[Part, tuple[str, ...]]:

@@ -25,8 +25,6 @@ Jacobians are taken at the kept checkpoints before the end. What an application 
 `bench_msign.py`.
 """
 
-import json
-import os
 from dataclasses import dataclass, replace
 from math import exp, isfinite
 from pathlib import Path
@@ -35,20 +33,20 @@ from typing import Any
 
 import numpy as np
 import tyro
-from rich.console import Console
 
 from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.data import batches, load_corpus
 from experiments.loop.session import identity
 from experiments.loop.step import MonitorConfig, make_step
+from experiments.support.ending import Result, ended
 from experiments.support.jacobians import block_jacobians, least
 from experiments.support.rescue_arms import ARMS, CONFIGURATIONS
-from experiments.support.rescue_tables import draw, tables
-from experiments.support.rows import Result
+from experiments.support.rescue_tables import figure, headline, tables
+from experiments.support.rows import key, measured
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.output.jsonl import append, plain, read_jsonl
+from stabmon.output.jsonl import plain, read_jsonl
 from stabmon.output.runlog import Run, load_run
 
 GRAD = "symptoms/global/grad_norm/value"
@@ -84,17 +82,11 @@ class Config:
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
     file = config.runs / "msign_rescue.jsonl"
-    done = {_key(row["settings"]) for row in read_jsonl(file)}
     for configuration, arm, seed in plan(config):
         settings = settings_of(config, configuration, arm, seed)
-        if _key(settings_row(settings)) not in done:
-            row = {"configuration": configuration, "arm": arm, "seed": seed}
-            _write(file, row | measure(settings) | {"settings": settings_row(settings)})
-    rows = rows_there_are(config, file)
-    Console(soft_wrap=True).print(tables(rows), markup=False)
-    figure = config.runs / "msign_rescue.html"
-    draw(rows).write_html(figure)
-    return Result(rows, file, figure)
+        where = {"configuration": configuration, "arm": arm, "seed": seed}
+        measured(file, settings_row(settings), lambda w=where, s=settings: w | measure(s))
+    return ended(file, rows_there_are(config, file), headline, tables, figure)
 
 
 def plan(config: Config) -> list[tuple[str, str, int]]:
@@ -120,7 +112,7 @@ def rows_there_are(config: Config, file: Path) -> list[dict[str, Any]]:
             own = where[2] in CONFIGURATIONS[where[0]].seeds
             steps = config.steps if own else row["settings"]["steps"]
             settings = settings_of(replace(config, steps=steps), *where)
-            if _key(row["settings"]) == _key(settings_row(settings)):
+            if key(row["settings"]) == key(settings_row(settings)):
                 rows.append(row)
     order, names = list(ARMS), list(CONFIGURATIONS)
     place = lambda row: (names.index(row["configuration"]), order.index(row["arm"]), row["seed"])
@@ -203,18 +195,6 @@ def _largest(run: Run, key: str) -> float:
     """The largest sample, infinite where one is not finite."""
     values = np.asarray(run.metrics[key][1])
     return float(values.max()) if np.isfinite(values).all() else float("inf")
-
-
-def _key(settings: dict[str, Any]) -> str:
-    return json.dumps(settings, sort_keys=True)
-
-
-def _write(file: Path, row: dict[str, Any]) -> None:
-    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        append(descriptor, row)
-    finally:
-        os.close(descriptor)
 
 
 if __name__ == "__main__":

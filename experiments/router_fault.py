@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
 
 from experiments.loop.checkpoints import TrainState
 from experiments.loop.data import Corpus, load_corpus
 from experiments.loop.session import identity
+from experiments.support.ending import Result, ended
 from experiments.support.moe_faults import MoEConfig, run_one, settings_of
 from experiments.support.moe_judging import Judging, final_state
 from experiments.support.router_growth import Branch, measure
-from experiments.support.router_tables import draw, headline, tables
-from experiments.support.rows import Result, Row, measured
+from experiments.support.router_tables import figure, headline, tables
+from experiments.support.rows import Row, measured
 from experiments.support.verdicts import CLEAN
 from experiments.train import Config as TrainConfig
 
@@ -93,9 +93,7 @@ def main(config: Config) -> Result:
         for branch in config.branches:
             settings = growth_settings(config, branch, seed)
             rows.append(measured(file, settings, lambda s=settings: grow(config, s)))
-    figure = draw(rows, config.runs / "router_fault.html")
-    Console(soft_wrap=True).print(f"{headline(rows)}\n\n{tables(rows)}", markup=False)
-    return Result(rows, file, figure)
+    return ended(file, rows, headline, tables, figure)
 
 
 def growth_settings(config: Config, branch: Branch, seed: int) -> dict[str, Any]:

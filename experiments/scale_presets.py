@@ -10,7 +10,7 @@ training step is compiled from shapes, which gives its memory, and two steps are
 layers, sequences and tokens (`REDUCED`). NanoGPT-5M is trained with all its layers, on bytes and
 with a small batch, for `Config.steps`: do stable rank and loss do what the paper saw after 20,000?
 
-About 9 minutes on one core. Rows: `runs/scale_presets.jsonl`, figure:
+About 70 minutes on one core, 60 of them for NanoGPT-5M. Rows: `runs/scale_presets.jsonl`, figure:
 `runs/scale_presets.html`. Results: `experiments/README.md`. What devices send each other:
 `scale_study.py`. Tables and figure: `scale_tables.py`.
 """
@@ -26,14 +26,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from rich.console import Console
 
 from experiments.loop.cluster import join, leads, together
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.placement import Placement
 from experiments.loop.step import MonitorConfig, make_step
+from experiments.support.ending import Result, ended
 from experiments.support.rows import Row, measured
-from experiments.support.scale_tables import draw, headline, tables
+from experiments.support.scale_tables import figure, headline, tables
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.gpt import init_params
@@ -95,7 +95,7 @@ class Config:
         model_axis: Devices along "model", of `pod`.
         distributed: Whether to have JAX look for other processes.
         resume: Whether `pod` goes on from the newest checkpoint.
-        steps: Of NanoGPT-5M, or of `pod`; None: 100, or 50,000.
+        steps: Of NanoGPT-5M, or of `pod`; None: 4,000, or 50,000.
         batch: Sequences a step of NanoGPT-5M.
         warmup: Steps of its warm-up, where the paper has 2,000.
         layers: Of NanoGPT-5M.
@@ -119,22 +119,15 @@ class Config:
     runs: Path = Path("runs")
 
 
-@dataclass(frozen=True)
-class Result:
-    """The rows; none of `pod`, which leaves a run."""
-
-    rows: list[Row]
-
-
-def main(config: Config) -> Result:
-    """Carry out `config.command`."""
+def main(config: Config) -> Result | None:
+    """Carry out `config.command`; `pod` leaves a run, and no rows."""
     if config.command == "pod":
         join(config.distributed)
         with together():
             result = train(pod_config(config))
         if leads():
             print(f"{result.folder}: step {result.step}, loss {result.loss:.3f}")
-        return Result([])
+        return None
     file, rows = config.runs / "scale_presets.jsonl", []
     for name in config.presets:
         settings = {"preset": name, "reduced": REDUCED[name], "seed": config.seed}
@@ -142,13 +135,11 @@ def main(config: Config) -> Result:
     if config.command == "table":
         settings = {
             "run": "nanogpt-5m",
-            "steps": config.steps or 100,
+            "steps": config.steps or 4000,
             **{name: getattr(config, name) for name in ("batch", "warmup", "layers", "seed")},
         }
         rows.append(measured(file, settings, lambda: nanogpt(config)))
-    Console(soft_wrap=True).print(tables(rows), headline(rows), sep="\n\n", markup=False)
-    draw(rows, config.runs / "scale_presets.html")
-    return Result(rows)
+    return ended(file, rows, headline, tables, figure)
 
 
 def paper_config(preset: str) -> TrainConfig:
@@ -247,7 +238,7 @@ def nanogpt(config: Config) -> Row:
     """NanoGPT-5M on bytes for as long as asked; its loss, stable ranks and gradient."""
     full = paper_config("nanogpt-5m")
     model = replace(full.model, vocabulary=256, layers=config.layers)
-    steps = config.steps or 100
+    steps = config.steps or 4000
     settings = replace(
         full,
         name=f"nanogpt-5m-seed{config.seed}",

@@ -14,7 +14,8 @@ are a program of their own beside the step, symptoms and MSign are within it; th
 for its own program alone, the others are compiled while it runs (`ahead.py`). Every number is read
 from the compiled programs: XLA's cost and memory analyses, and the shapes of their collectives (a
 loop's body is counted once). Each device count needs a process of its own, since a backend's
-devices are set once. Table: `experiments/README.md`.
+devices are set once. Tables: `experiments/README.md`;
+figure: `runs/scale_study.html`.
 """
 
 import json
@@ -31,6 +32,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import plotly.graph_objects as go
 import tyro
 
 import optax_ext
@@ -39,6 +41,8 @@ from experiments.loop.checkpoints import TrainState
 from experiments.loop.losses import next_token_loss
 from experiments.loop.measuring import make_measure
 from experiments.loop.placement import Placement, make_mesh, state_shardings
+from experiments.support.ending import Result, ended
+from experiments.support.figures import colour, panels
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
@@ -48,6 +52,7 @@ from models.sharding import batch_spec
 KINDS = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 MONITORS = ("delta", "activations", "weights")
 PARTS = ("base", "monitors", "symptoms", "msign")
+DASHES = ("solid", "dash", "dot")
 BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8}
 
 
@@ -68,7 +73,7 @@ class Config:
     out: Path = Path("runs/scale_study.jsonl")
 
 
-def main(config: Config) -> list[dict[str, Any]]:
+def main(config: Config) -> Result:
     """One row for each model, device count and part, each count in a process of its own."""
     rows = []
     for count in config.devices:
@@ -88,9 +93,7 @@ def main(config: Config) -> list[dict[str, Any]]:
         rows += [json.loads(line[4:]) for line in done.stdout.splitlines() if line[:4] == "ROW "]
     config.out.parent.mkdir(parents=True, exist_ok=True)
     config.out.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    print(tables(rows))
-    print(headline(rows))
-    return rows
+    return ended(config.out, rows, headline, tables, figure)
 
 
 def study(config: Config) -> Iterator[dict[str, Any]]:
@@ -189,7 +192,7 @@ def collectives(text: str) -> dict[str, dict[str, int]]:
 
 def tables(rows: list[dict[str, Any]]) -> str:
     """Markdown: memory and traffic of each program, then the compiler's time."""
-    by = {(r["model"], r["devices"], r["part"]): r for r in rows}
+    by = _by_part(rows)
     programs = list(dict.fromkeys((r["model"], r["devices"]) for r in rows))
     mib = lambda size: f"{size / 2**20:,.0f} MiB"
     lines = [
@@ -234,6 +237,38 @@ def headline(rows: list[dict[str, Any]]) -> str:
         f"takes {', '.join(seconds['base'])} s, the monitors {', '.join(seconds['monitors'])} s, "
         "in the background"
     )
+
+
+def figure(rows: list[dict[str, Any]]) -> go.Figure:
+    """What devices send each other, and how long a program takes to compile, by devices."""
+    drawn = panels(("sent by a device besides the base step, MiB", "compile time, s"), columns=2)
+    names, value = list(dict.fromkeys(r["model"] for r in rows)), _by_part(rows)
+    for i, (name, part) in enumerate((name, part) for name in names for part in PARTS):
+        counts = [r["devices"] for r in rows if (r["model"], r["part"]) == (name, part)]
+        base = 0 if part == "monitors" else 1
+        sent = [
+            (value[name, n, part]["sent_bytes"] - base * value[name, n, "base"]["sent_bytes"])
+            / 2**20
+            for n in counts
+        ]
+        seconds = [value[name, n, part]["compile_seconds"] for n in counts]
+        for column, y in ((1, sent), (2, seconds)):
+            line = go.Scatter(
+                x=counts,
+                y=y,
+                name=f"{name}, {part}",
+                legendgroup=f"{name}, {part}",
+                showlegend=column == 2,
+                line={"color": colour(i % len(PARTS)), "dash": DASHES[names.index(name) % 3]},
+            )
+            if (column, part) != (1, "base"):
+                drawn.add_trace(line, row=1, col=column)
+    drawn.update_xaxes(title="devices", type="log", tickvals=sorted({r["devices"] for r in rows}))
+    return drawn
+
+
+def _by_part(rows: list[dict[str, Any]]) -> dict[tuple[str, int, str], dict[str, Any]]:
+    return {(r["model"], r["devices"], r["part"]): r for r in rows}
 
 
 def _sampled_peak(part: dict[str, dict[str, Any]]) -> float:

@@ -4,14 +4,14 @@ What the numbers of a row are is `attention_judge.py`'s.
 """
 
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.colors import qualitative
 
+from experiments.support.figures import COLOURS, arms_of, colour, panels
 from experiments.support.rows import Row
+from experiments.support.verdicts import CLEAN
 
 MAIN, MILD = "7/0", "6/0"
 LOSSES = ("held-out loss", "training loss")
@@ -61,30 +61,36 @@ def headline(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], path: Path) -> Path:
-    """The Δ2 spectrum's distance from healthy over steps, a line for each run."""
-    figure, colors = go.Figure(), qualitative.Safe
-    arms = list(dict.fromkeys(row["arm"] for row in rows))
-    for row in rows:
-        steps, z = row["course"]
-        figure.add_scatter(
+def figure(rows: list[Row]) -> go.Figure:
+    """The Δ2 spectrum's distance from healthy over steps: doses beside models, a line a run."""
+    drawn = panels(("doses", "models"), columns=2, shared_yaxes=True)
+    faulty = arms_of(_split(rows)[0])
+    shown: set[str] = set()
+    for row in sorted(rows, key=lambda row: row["arm"] != row["clean"]):
+        (steps, z), clean = row["course"], row["arm"] == row["clean"]
+        label, other = CLEAN if clean else row["arm"], row["clean"] != CLEAN
+        style = {
+            "color": colour(0 if clean else 1 + faulty.index(label) % (len(COLOURS) - 1)),
+            "dash": "dash" if other and not clean else "solid",
+            "width": 1.2,
+        }
+        line = go.Scatter(
             x=steps,
             y=z,
-            name=row["arm"],
-            legendgroup=row["arm"],
-            showlegend=row["seed"] == min(r["seed"] for r in rows if r["arm"] == row["arm"]),
-            line={"color": colors[arms.index(row["arm"]) % len(colors)]},
+            name=label,
+            legendgroup=label,
+            showlegend=label not in shown,
+            mode="lines",
+            text=f"{row['arm']}, seed {row['seed']}",
+            line=style,
         )
-    figure.add_vline(x=_onset(rows), line_dash="dot")
-    figure.update_layout(
-        title="Δ2 spectrum, p10 over heads, lag 200: distance from clean runs of other seeds",
-        xaxis_title="step",
-        yaxis_title="z",
-        yaxis_range=[-40, 10],
-    )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.write_html(path)
-    return path
+        drawn.add_trace(line, row=1, col=2 if other else 1)
+        shown.add(label)
+    drawn.add_vline(x=_onset(rows), line_dash="dot")
+    drawn.update_xaxes(title="step")
+    drawn.update_yaxes(range=[-30, 10])
+    drawn.update_yaxes(title="z of Δ2, p10 over heads, lag 200", col=1)
+    return drawn
 
 
 def _split(rows: Iterable[Row]) -> tuple[list[Row], list[Row]]:

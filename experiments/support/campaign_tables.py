@@ -5,11 +5,11 @@ How they come about is `campaign.py`'s.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import plotly.graph_objects as go
 
+from experiments.support.figures import WIDTH, colour
 from experiments.support.verdicts import CLEAN
 from stabmon.alarms.calibration import poisson_bound
 
@@ -106,32 +106,36 @@ def rescue(rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def figure(rows: Rows, path: Path) -> None:
-    """First alarm of each faulty run after its onset, and the loss's, as an HTML file."""
+def figure(rows: Rows) -> go.Figure:
+    """First alarm of each faulty run after its onset, and the loss's."""
     drawn = go.Figure()
     faulty = [x for x in _of(rows, "verdict") if x["truth"] != CLEAN]
     label = lambda x: f"{x['case']}, seed {x['seed']}"
     kinds = (
-        ("first alarm, named right", "first_alarm", True, "circle", "#0072B2"),
-        ("first alarm, not named right", "first_alarm", False, "x", "#D55E00"),
-        ("alarm of the loss", "loss_alarm", None, "line-ns-open", "#777777"),
+        ("first alarm, named right", "first_alarm", True, "circle", colour(1)),
+        ("first alarm, not named right", "first_alarm", False, "x", colour(2)),
+        ("alarm of the loss", "loss_alarm", None, "line-ns-open", colour(0)),
     )
-    for name, key, right, symbol, color in kinds:
+    for name, key, right, symbol, painted in kinds:
         some = [x for x in faulty if x[key] is not None and right in (None, x["right"])]
-        marker = {"symbol": symbol, "color": color, "size": 10}
-        y, text = [label(x) for x in some], [x["named"] for x in some]
-        at = [x[key] for x in some]
-        drawn.add_scatter(x=at, y=y, text=text, mode="markers", marker=marker, name=name)
+        drawn.add_scatter(
+            x=[x[key] for x in some],
+            y=[label(x) for x in some],
+            text=[x["named"] for x in some],
+            mode="markers",
+            marker={"symbol": symbol, "color": painted, "size": 10},
+            name=name,
+        )
     drawn.update_layout(
-        title="Steps from the onset of the fault",
         template="plotly_white",
-        height=200 + 22 * len(faulty),
-        xaxis_title="steps after the onset",
+        width=WIDTH,
+        height=150 + 22 * len(faulty),
+        margin={"t": 60, "b": 40, "r": 20},
+        xaxis_title="steps after the onset of the fault",
         legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         yaxis={"autorange": "reversed", "categoryarray": [label(x) for x in faulty]},
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    drawn.write_html(path, include_plotlyjs=True)
+    return drawn
 
 
 def _targets(verdicts: Rows) -> list[tuple[str, str, bool]]:

@@ -1,10 +1,11 @@
 """Tables, headline and figure of `grades.py`, from its rows alone."""
 
-from pathlib import Path
 from statistics import mean
 
-from experiments.support.arm_curves import arms_of, draw_curves
+import plotly.graph_objects as go
+
 from experiments.support.continuing import disputed, orders, rank_correlation
+from experiments.support.figures import arms_of, curves
 from experiments.support.markdown import head, line, numbers, steps
 from experiments.support.rows import Row
 from stabmon.output.ranking import grade_of
@@ -238,9 +239,9 @@ def firsts(row: Row) -> tuple[float, float]:
     return after[found["health"][0]], after[found["loss"][0]]
 
 
-def draw(rows: list[Row], path: Path) -> Path:
-    """The curves of the story's arms, first seed."""
-    return draw_curves(of_kind(rows, "story"), CURVES, path)
+def figure(rows: list[Row]) -> go.Figure:
+    """The curves of the story's runs."""
+    return curves(of_kind(rows, "story"), CURVES)
 
 
 def of_kind(rows: list[Row], kind: str) -> list[Row]:

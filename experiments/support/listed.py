@@ -16,7 +16,7 @@ class Experiment:
         minutes: Of one core, about.
         runs: Arguments of each of its command lines, one after the other.
         module: That is run; empty: `experiments.<name>`.
-        tables: Module with `tables` and `headline`; empty: the one that is run.
+        tables: Module with `tables`, `headline` and `figure`; empty: the one that is run.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Experiment:
 
     @property
     def writer(self) -> str:
-        """The module that has `tables` and `headline`."""
+        """The module that has `tables`, `headline` and `figure`."""
         return self.tables or self.program
 
     @property

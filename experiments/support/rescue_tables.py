@@ -10,14 +10,24 @@ from statistics import mean
 from typing import Any
 
 import plotly.graph_objects as go
-from plotly.colors import qualitative
-from plotly.subplots import make_subplots
 
 from experiments.support import markdown
+from experiments.support.figures import arms_of, colour, panels
 from experiments.support.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
 MLP = "MLP P=50"
+# Arms with a colour of their own in the figure, and that of all others.
+DRAWN = {
+    CLEAN: colour(0),
+    ADAMW: colour(2),
+    MLP: colour(5),
+    "attention P=50": colour(1),
+    "attention P=10": colour(6),
+    "QK-norm": colour(3),
+    "muon": colour(4),
+}
+OTHERS = "#dddddd"
 HOLDS, LOST = 5.0, 20.0  # per cent above the clean run of the seed: at most, at least
 
 
@@ -94,28 +104,31 @@ def bracket(rows: list[Row], configuration: str) -> str:
     return ""
 
 
-def draw(rows: list[Row]) -> go.Figure:
-    """Held-out loss over steps, a panel for each configuration, a colour for each arm."""
-    names, arms = _names(rows), list(dict.fromkeys(row["arm"] for row in rows))
-    colors = qualitative.Dark24
-    figure = make_subplots(1, max(1, len(names)), subplot_titles=names, shared_yaxes=True)
-    shown = set()
-    for row in rows:
-        every, arm = row["settings"]["evaluate_every"], row["arm"]
-        line = go.Scatter(
-            x=[every * i for i in range(len(row["curve"]))],
-            y=row["curve"],
-            name=arm,
-            legendgroup=arm,
-            showlegend=arm not in shown,
-            text=f"{arm}, seed {row['seed']}",
-            line={"color": colors[arms.index(arm) % len(colors)], "width": 1},
-        )
-        figure.add_trace(line, row=1, col=names.index(row["configuration"]) + 1)
-        shown.add(arm)
-    figure.update_xaxes(title="step")
-    figure.update_yaxes(title="held-out loss, nats per token", range=[1.5, 4.5], col=1)
-    return figure
+def figure(rows: list[Row]) -> go.Figure:
+    """Held-out loss over steps, a panel for each configuration, a line for each run."""
+    judged = [row for row in rows if _counts(row)]
+    names, arms = _names(judged), sorted(arms_of(judged), key=lambda arm: arm in DRAWN)
+    drawn = panels(names, columns=2, shared_yaxes=True)
+    shown: set[str] = set()
+    for arm in arms:
+        label = arm if arm in DRAWN else "others"
+        for row in (row for row in judged if row["arm"] == arm):
+            every, i = row["settings"]["evaluate_every"], names.index(row["configuration"])
+            line = go.Scatter(
+                x=[every * n for n in range(len(row["curve"]))],
+                y=row["curve"],
+                name=label,
+                legendgroup=label,
+                showlegend=label not in shown,
+                mode="lines",
+                text=f"{arm}, seed {row['seed']}",
+                line={"color": DRAWN.get(arm, OTHERS), "width": 1.2},
+            )
+            drawn.add_trace(line, row=i // 2 + 1, col=i % 2 + 1)
+            shown.add(label)
+    drawn.update_xaxes(title="step")
+    drawn.update_yaxes(title="held-out loss", range=[1.8, 3.6], col=1)
+    return drawn
 
 
 def _arms(rows: list[Row]) -> str:

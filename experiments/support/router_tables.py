@@ -2,10 +2,11 @@
 
 from collections.abc import Iterable
 from math import nan
-from pathlib import Path
 from statistics import mean
 
-from experiments.support.arm_curves import arms_of, draw_curves
+import plotly.graph_objects as go
+
+from experiments.support.figures import arms_of, curves
 from experiments.support.markdown import head, line, numbers, steps
 from experiments.support.moe_judging import AFTER, CURVES
 from experiments.support.router_claims import claims, exponents
@@ -138,9 +139,9 @@ def claims_markdown(rows: list[Row]) -> str:
     return "\n".join([*lines, *(line(list(row)) for row in claims(rows))])
 
 
-def draw(rows: list[Row], path: Path) -> Path:
-    """The curves of all arms of the first seed."""
-    return draw_curves([row for row in rows if row["kind"] == "run"], CURVES, path)
+def figure(rows: list[Row]) -> go.Figure:
+    """The curves of all runs."""
+    return curves([row for row in rows if row["kind"] == "run"], CURVES)
 
 
 def _branch(row: Row) -> tuple[float, float, float]:

@@ -9,7 +9,7 @@ goes on where it was interrupted. What rows mean is each experiment's; who gathe
 import json
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +18,6 @@ from stabmon.output.jsonl import append, mend, plain, read_jsonl
 Row = dict[str, Any]
 # A row stays what it is wherever it was measured.
 _PLACES = ("runs",)
-
-
-@dataclass(frozen=True)
-class Result:
-    """What an experiment comes to: all rows asked for, the file they lie in, and the figure."""
-
-    rows: list[Row]
-    file: Path
-    figure: Path
 
 
 def key(settings: Any) -> str:

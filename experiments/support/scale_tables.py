@@ -1,11 +1,10 @@
 """Tables, headline and figure of `scale_presets.py`, from its rows alone."""
 
 from math import isfinite
-from pathlib import Path
-from typing import Any
 
-from plotly.subplots import make_subplots
+import plotly.graph_objects as go
 
+from experiments.support.figures import curves
 from experiments.support.rows import Row
 
 GIB = 2**30
@@ -69,22 +68,10 @@ def headline(rows: list[Row]) -> str:
     )
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """NanoGPT-5M's curves, a panel each; nothing where it was not run."""
+def figure(rows: list[Row]) -> go.Figure:
+    """NanoGPT-5M's curves, a panel each; empty where it was not run."""
     _, runs = _split(rows)
-    if not runs:
-        return
-    names = list(runs[0]["curves"])
-    figure = make_subplots(2, (len(names) + 1) // 2, subplot_titles=names)
-    for row in runs:
-        for i, name in enumerate(names):
-            x, y = row["curves"][name]
-            place: dict[str, Any] = {"row": 1 + i % 2, "col": 1 + i // 2}
-            figure.add_scatter(x=x, y=y, name=f"seed {row['seed']}", showlegend=i == 0, **place)
-    figure.update_xaxes(title="step")
-    figure.update_layout(title="NanoGPT-5M")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.write_html(path)
+    return curves([row | {"arm": row["run"]} for row in runs], runs[0]["curves"] if runs else ())
 
 
 def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:

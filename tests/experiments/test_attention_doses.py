@@ -20,7 +20,7 @@ from experiments.attention_doses import (
 from experiments.attention_fault import MONITORS
 from experiments.loop.step import make_step
 from experiments.support.attention_judge import Judge
-from experiments.support.attention_tables import draw, headline, tables
+from experiments.support.attention_tables import figure, headline, tables
 from experiments.support.rows import key
 from experiments.train import HELD_OUT, Result
 from models.config import GPTConfig
@@ -191,5 +191,8 @@ def test_false_alarms_are_named_and_spoil_the_verdict():
     assert "`router surge 400` (clean, seed 5)" in tables(rows)
 
 
-def test_a_figure_of_rows_alone(tmp_path):
-    assert draw(ROWS, tmp_path / "deep" / "x.html").stat().st_size > 1_000_000
+def test_the_figure_has_a_line_for_each_run_and_one_name_for_all_clean_ones():
+    traces = figure(ROWS).to_dict()["data"]
+    assert len(traces) == len(ROWS)
+    shown = [x["name"] for x in traces if x["showlegend"]]
+    assert sorted(shown) == sorted({"clean" if r["arm"] == r["clean"] else r["arm"] for r in ROWS})

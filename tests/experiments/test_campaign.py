@@ -40,7 +40,7 @@ BATCHES = [np.full((8, 5), step, np.int32) + 10 * np.arange(8)[:, None] for step
 def toy(tmp_path_factory):
     runs = tmp_path_factory.mktemp("campaign")
     config = dataclasses.replace(TOY, runs=runs, results=runs / "campaign.jsonl")
-    return config, main(config)
+    return config, main(config).rows
 
 
 def test_each_run_is_judged_and_the_faults_are_named(toy):
@@ -72,9 +72,9 @@ def test_a_run_that_is_there_is_not_run_again_nor_a_row_measured_again(toy, monk
     config, rows = toy
     monkeypatch.setattr("experiments.campaign.train", lambda _: pytest.fail("was run again"))
     moved = dataclasses.replace(config, runs=config.runs / "nowhere")
-    assert tables(main(moved)) == tables(rows)
+    assert tables(main(moved).rows) == tables(rows)
     config.results.rename(config.runs / "aside.jsonl")
-    assert main(config) == rows
+    assert main(config).rows == rows
 
 
 def test_a_replay_says_what_was_said_while_the_run_went_on(toy, monkeypatch):
@@ -97,7 +97,7 @@ def test_a_replay_says_what_was_said_while_the_run_went_on(toy, monkeypatch):
 def test_recorded_runs_are_judged_anew_where_that_is_asked_for(toy, monkeypatch):
     config, rows = toy
     monkeypatch.setattr("experiments.campaign.train", lambda _: pytest.fail("was run again"))
-    assert main(dataclasses.replace(config, again=True)) == rows
+    assert main(dataclasses.replace(config, again=True)).rows == rows
 
 
 def test_an_interruption_ends_the_campaign(toy, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import plotly.graph_objects as go
 import pytest
 
 from experiments.evidence import (
@@ -17,6 +18,7 @@ from experiments.evidence import (
     verdict_of,
     written,
 )
+from experiments.support import figures
 from experiments.support.listed import EXPERIMENTS, Experiment
 from stabmon.output.jsonl import read_jsonl
 
@@ -32,6 +34,10 @@ def tables(rows):
 
 def headline(rows):
     return f"met: {sum(row['n'] for row in rows)}"
+
+def figure(rows):
+    import plotly.graph_objects as go
+    return go.Figure(go.Bar(y=[row["n"] for row in rows]))
 
 if __name__ == "__main__":
     path = pathlib.Path(sys.argv[1])
@@ -49,6 +55,7 @@ def project(tmp_path, monkeypatch):
     (tmp_path / "quick_question.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(figures, "find_spec", lambda _: None)
     (tmp_path / "experiments").mkdir()
     (tmp_path / "README.md").write_text("# P\n<!-- results -->\n<!-- /results -->\nend\n")
     book = "# E\n<!-- experiments -->\n<!-- /experiments -->\n## Quick: a question\nprose\n"
@@ -85,6 +92,9 @@ def test_committed_rows_have_tables_and_a_headline_and_are_small(experiment):
     assert "|---" in tables
     assert re.search(r"\d", headline)
     assert file.stat().st_size < 300_000
+    image = ROOT / "experiments" / "figures" / f"{experiment.name}.svg"
+    assert 1_000 < image.stat().st_size < 300_000
+    assert import_module(experiment.writer).figure(read_jsonl(file)).data
 
 
 def test_no_rows_lie_there_that_belong_to_no_experiment():
@@ -139,6 +149,29 @@ def test_the_readme_gets_a_line_with_a_link_for_each_experiment(project):
     assert front.endswith("<!-- /results -->\nend\n")
     main(config_of(project, command="tables"), listed(project, "quick", "later"))
     assert f"| later? | {NOT_RUN} |" in (project / "README.md").read_text()
+
+
+def test_images_are_drawn_from_the_rows_and_shown_above_the_tables(project, monkeypatch):
+    it = listed(project, "quick")
+    main(config_of(project), it)
+    assert "![" not in (project / "experiments" / "README.md").read_text()
+    monkeypatch.setattr(figures, "find_spec", lambda _: True)
+    draw = lambda figure, path: path.write_text(str(figure.data[0].y))
+    monkeypatch.setattr(go.Figure, "write_image", draw)
+    main(config_of(project, command="figures"), it)
+    assert (project / "experiments" / "figures" / "quick.svg").read_text() == "(3,)"
+    book = (project / "experiments" / "README.md").read_text()
+    assert "<!-- quick -->\n![quick?](figures/quick.svg)\n\n| n |" in book
+
+
+def test_without_an_exporter_a_run_goes_on_and_figures_say_what_is_missing(project, capsys):
+    main(config_of(project), listed(project, "quick"))
+    assert "images are left as they were: images need Kaleido: pip" in capsys.readouterr().err
+    assert "met: 3" in (project / "README.md").read_text()
+    with pytest.raises(
+        RuntimeError, match=r'images need Kaleido: pip install "stabmon\[figures\]"'
+    ):
+        main(config_of(project, command="figures"), listed(project, "quick"))
 
 
 def test_command_lines_follow_each_other_until_one_fails(project):

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experiments.flash_rounding import REMEDIES, Config, headline, main, products, tables
+from experiments.flash_rounding import REMEDIES, Config, main, products
+from experiments.support.flash_tables import correlation, figure, headline, parts, tables
 from stabmon.output.jsonl import read_jsonl
 
 
@@ -14,13 +15,13 @@ def toy(tmp_path_factory):
 
 
 def test_two_ones_of_one_sign_are_biased_away_from_zero_and_beta_takes_it_away(toy):
-    cell = {(r["sign"], r["beta"], r["ones"], r["gap"]): r for r in toy.bias}
+    cell = {(r["sign"], r["beta"], r["ones"], r["gap"]): r for r in parts(toy.rows)[0]}
     assert cell["same", None, 2, 9.0]["z"] > 20
     assert abs(cell["same", 2.0, 2, 9.0]["ulp"]) < cell["same", None, 2, 9.0]["ulp"] / 5
 
 
 def test_the_bias_reaches_delta_and_exact_sums_do_not(toy):
-    row = {r["remedy"]: r for r in toy.remedies if r["gap"] == 9.0}
+    row = {r["remedy"]: r for r in parts(toy.rows)[1] if r["gap"] == 9.0}
     assert set(row) == set(REMEDIES)
     assert row["none"]["z"] > 10
     for remedy in ("O in float32", "δ = rowsum(dP ∘ P)"):
@@ -28,24 +29,30 @@ def test_the_bias_reaches_delta_and_exact_sums_do_not(toy):
 
 
 def test_the_monitor_counts_the_rows_that_drift(toy):
-    assert toy.correlation > 0.8
-    assert toy.heads[0]["repeated"] == 0
-    assert toy.heads[-2]["repeated"] == 2000
+    heads = parts(toy.rows)[2]
+    assert correlation(toy.rows) > 0.8
+    assert heads[0]["repeated"] == 0
+    assert heads[-2]["repeated"] == 2000
 
 
 def test_the_monitor_also_counts_logits_whose_products_are_not_one(toy):
-    assert toy.heads[-1]["repeated"] > 500
-    assert abs(toy.heads[-1]["delta_error"]) < toy.heads[-2]["delta_error"] / 3
+    even, apart = parts(toy.rows)[2][-2:]
+    assert apart["repeated"] > 500
+    assert abs(apart["delta_error"]) < even["delta_error"] / 3
 
 
 def test_rows_and_figure_are_written(toy):
     assert toy.figure.stat().st_size > 1_000_000
-    lines = toy.figure.with_suffix(".jsonl").read_text().splitlines()
-    assert len(lines) == len(toy.bias) + len(toy.remedies) + len(toy.heads)
+    assert toy.figure == toy.file.with_suffix(".html")
+    assert read_jsonl(toy.file) == toy.rows
+    plain, beta2, beta8, heads = figure(toy.rows).to_dict()["data"]
+    assert [x["name"] for x in (plain, beta2, beta8)] == ["plain", "β = 2", "β = 8"]
+    assert max(plain["y"]) > 3 * max(*beta2["y"], *beta8["y"])
+    assert len(heads["y"]) == 7
 
 
 def test_tables_and_headline_come_from_the_rows(toy):
-    rows = read_jsonl(toy.figure.with_suffix(".jsonl"))
+    rows = toy.rows
     text = tables(rows)
     assert text.count("\n| one sign | plain |") == 2
     assert all(f"| {remedy} |" in text for remedy in REMEDIES)

@@ -4,7 +4,15 @@ import math
 
 import pytest
 
-from experiments.support.rescue_tables import bracket, draw, headline, holds, over, tables
+from experiments.support.rescue_tables import (
+    DRAWN,
+    bracket,
+    figure,
+    headline,
+    holds,
+    over,
+    tables,
+)
 
 RESCUED = {
     "clean": (2.0, 2.0, 4.0),
@@ -81,6 +89,8 @@ def test_seeds_of_development_are_listed_and_not_judged():
 
 
 def test_the_figure_has_a_curve_for_each_run():
-    traces = draw(rows()).to_dict()["data"]
+    early = rows(losses={"clean": (2.0,)}, seeds=(10,))
+    traces = figure(rows() + early).to_dict()["data"]
     assert len(traces) == len(rows())
-    assert sum(trace["showlegend"] for trace in traces) == len(RESCUED)
+    named = {x["name"] for x in traces if x["showlegend"]}
+    assert named == {arm if arm in DRAWN else "others" for arm in RESCUED}

@@ -15,7 +15,7 @@ from experiments.scale_presets import (
     pod_config,
     two_steps,
 )
-from experiments.support.scale_tables import headline, tables
+from experiments.support.scale_tables import figure, headline, tables
 from experiments.train import Result
 from models.presets import PRESETS
 from stabmon.output.jsonl import read_jsonl
@@ -61,10 +61,13 @@ def test_the_table_holds_what_was_measured_and_nothing_is_measured_twice(tiny, m
     step = two_steps("nanogpt-5m", 1, 8, seed=0)
     monkeypatch.setattr(scale_presets, "_apart", lambda name, seed: step)
     config = dataclasses.replace(tiny, presets=("nanogpt-5m",))
-    rows = main(config).rows
+    result = main(config)
+    assert result is not None
+    rows = result.rows
     monkeypatch.setattr(scale_presets, "_apart", None)
     monkeypatch.setattr(scale_presets, "nanogpt", None)
-    assert main(config).rows == rows == read_jsonl(tiny.runs / "scale_presets.jsonl")
+    assert main(config) == result
+    assert rows == read_jsonl(tiny.runs / "scale_presets.jsonl")
     text = tables(rows)
     assert "| 2, 16, 122,880, 0.0006 |" in text
     assert "60 steps, 1,920 tokens" in text
@@ -72,7 +75,9 @@ def test_the_table_holds_what_was_measured_and_nothing_is_measured_twice(tiny, m
     line = headline(rows)
     assert line.startswith("not at this size: 1 of 1 presets compile in full and take two reduced")
     assert f"held-out loss {rows[1]['curves']['held-out loss'][1][0]:.2f} → " in line
-    assert (tiny.runs / "scale_presets.html").exists()
+    assert result.figure == tiny.runs / "scale_presets.html"
+    assert len(figure(rows).to_dict()["data"]) == len(rows[1]["curves"])
+    assert figure(rows[:1]).to_dict()["data"] == []
     diverged = [rows[0], rows[1] | {"held_out": float("nan")}]
     assert headline(diverged).startswith("partly: ")
     assert "NanoGPT-5M fails within" in headline(diverged)
@@ -98,7 +103,7 @@ def test_the_command_of_a_pod_trains_that(tiny, monkeypatch, capsys):
     ended = Result(tiny.runs, step=2, loss=1.5, held_out=1.5)
     monkeypatch.setattr(scale_presets, "train", lambda settings: seen.append(settings) or ended)
     config = dataclasses.replace(tiny, command="pod", steps=2, resume=True)
-    assert main(config).rows == []
+    assert main(config) is None
     assert seen == [pod_config(config)]
     assert seen[0].resume
     assert seen[0].steps == 2

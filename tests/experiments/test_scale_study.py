@@ -4,7 +4,7 @@ import jax
 import pytest
 
 from experiments import scale_study
-from experiments.scale_study import PARTS, Config, headline, study, tables
+from experiments.scale_study import PARTS, Config, figure, headline, study, tables
 from models.config import GPTConfig
 
 TOY = GPTConfig(layers=2, model=64, heads=8, context=16, vocabulary=64, positions="rope")
@@ -34,6 +34,12 @@ def test_a_sampled_step_sends_more_and_msign_sends_matrices(rows):
 
 def test_tables_and_headline(rows):
     assert tables(rows).count("| toy | 8 |") == 2
+    traces = figure(rows).to_dict()["data"]
+    assert [(x["name"], x["xaxis"]) for x in traces if "monitors" in x["name"]] == [
+        ("toy, monitors", "x"),
+        ("toy, monitors", "x2"),
+    ]
+    assert traces[-1]["y"] == [rows[-1]["compile_seconds"]]
     calm = [row | {"peak_bytes": 100, "compile_seconds": 2.0} for row in rows]
     assert headline(calm).startswith("peak memory met: +0.0% at 8 devices [< 5 %]")
     more = [row | {"peak_bytes": 150 if row["part"] == "monitors" else 100} for row in calm]
