@@ -8,9 +8,9 @@ exact. Which monitor notices first, and how long before the loss?
     python -m experiments.attention_fault reference    learn the reference anew from clean seeds
 
 Two layers, 2,000 steps; `demo` about 2 minutes on two cores, `seeds` three times that, `reference`
-twice. A run that is already there is not run again. Rows: `runs/attention_fault.jsonl`, a figure
-for each seed: `runs/attention-fault-seed<n>/report.html`. Results: `experiments/README.md`. Doses
-and models: `attention_doses.py`.
+twice. A run that is already there is not run again. Rows: `runs/attention_fault.jsonl`, figure:
+`runs/attention_fault.html`, and for each seed `runs/attention-fault-seed<n>/report.html`. Results:
+`experiments/README.md`. Doses and models: `attention_doses.py`.
 
 Each faulty run is judged against a reference learned from clean runs of other seeds: an alarm is
 |z| > 5 in two samples running. Metrics that sit at another level for every seed (norms, stable
@@ -24,6 +24,8 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Literal
 
+import numpy as np
+import plotly.graph_objects as go
 import tyro
 from rich.console import Console
 from rich.table import Table
@@ -31,6 +33,8 @@ from rich.table import Table
 from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
+from experiments.support.ending import ended
+from experiments.support.figures import colour, curve, panels
 from experiments.support.rows import Row, measured, rows_there
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
@@ -58,6 +62,7 @@ MONITORS: dict[str, tuple[str, Judged]] = {
 }
 MODEL = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
 KEYS = {name: key for name, (key, _) in MONITORS.items()}
+DRAWN = ("Δ2 spectrum", "radial alignment of W_q", "gradient norm", "held-out loss")
 
 
 @dataclass(frozen=True)
@@ -127,7 +132,7 @@ def main(config: Config) -> list[Result]:
         measured(file, settings_of(config, seed, reference), lambda it=result: row_of(it))
     if config.command == "seeds":
         rows = rows_there(file, [settings_of(config, seed, reference) for seed in seeds])
-        console.print(tables(rows), headline(rows), sep="\n\n", markup=False, soft_wrap=True)
+        ended(file, rows, headline, tables, figure)
     return results
 
 
@@ -211,16 +216,23 @@ def settings_of(config: Config, seed: int, reference: Reference) -> Row:
 
 
 def row_of(result: Result) -> Row:
-    """First alarms of a faulty run, and the monitors that alarmed in the matched clean one."""
+    """First alarms of a faulty run, the monitors that alarmed in its matched clean run; curves."""
     firsts = {row.monitor: row.first for row in result.table}
-    return {"firsts": {name: firsts[name] for name in KEYS}, "clean": result.false_alarms}
+    return {
+        "firsts": {name: firsts[name] for name in KEYS},
+        "clean": result.false_alarms,
+        "curves": {
+            arm: {name: curve(run, KEYS[name], 50) for name in DRAWN}
+            for arm, run in (("clean", result.clean), ("faulty", result.faulty))
+        },
+    }
 
 
 def tables(rows: list[Row]) -> str:
     """First alarms by seed."""
     seeds = [f"seed {row['settings']['seed']}" for row in rows]
     lines = ["| monitor | " + " | ".join(seeds) + " |", "|---" * (len(rows) + 1) + "|"]
-    for name in rows[0]["firsts"]:
+    for name in KEYS:
         firsts = [str(row["firsts"][name] or "never") for row in rows]
         lines.append(f"| {name} | " + " | ".join(firsts) + " |")
     quiet = [", ".join(row["clean"]) or "none" for row in rows]
@@ -245,6 +257,39 @@ def headline(rows: list[Row]) -> str:
         f"{'reproduces' if ahead else 'partly'}: Δ2 alarms {', '.join(leads)}, in steps, median of "
         f"{len(rows)} seeds; {quiet} of {len(rows)} matched clean runs without any alarm"
     )
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """Monitors over steps, faulty beside clean runs; dots are first alarms."""
+    drawn = panels(DRAWN, columns=2)
+    for column, name in enumerate(DRAWN):
+        place = column // 2 + 1, column % 2 + 1
+        for i, row in enumerate(rows):
+            seed, first = f"seed {row['settings']['seed']}", row["firsts"][name]
+            for arm, painted in (("clean", colour(0)), ("faulty", colour(i + 1))):
+                x, y = row["curves"][arm][name]
+                label = "without the fault" if arm == "clean" else f"with it, {seed}"
+                line = go.Scatter(
+                    x=x,
+                    y=y,
+                    name=label,
+                    legendgroup=label,
+                    showlegend=not column and (arm != "clean" or not i),
+                    mode="lines",
+                    text=seed,
+                    line={"color": painted, "width": 1.5},
+                )
+                drawn.add_trace(line, *place)
+                if arm == "faulty" and first is not None:
+                    mark = {"color": painted, "size": 9}
+                    at = {"x": [first], "y": [float(np.interp(first, x, y))]}
+                    point = go.Scatter(at, mode="markers", marker=mark, showlegend=False)
+                    drawn.add_trace(point, *place)
+    if rows:
+        onset = rows[0]["settings"]["onset"]
+        drawn.add_vline(x=onset, line_dash="dot", annotation_text="fault begins")
+    drawn.update_xaxes(title="step")
+    return drawn
 
 
 if __name__ == "__main__":

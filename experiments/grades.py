@@ -36,9 +36,10 @@ from experiments.loop.session import identity
 from experiments.loop.step import MonitorConfig
 from experiments.support.continuing import continue_all
 from experiments.support.ending import Result, ended
+from experiments.support.figures import curve
 from experiments.support.grades_of_text import grades_of_texts
 from experiments.support.grades_tables import figure, headline, tables
-from experiments.support.moe_faults import curve, judged, run_one
+from experiments.support.moe_faults import judged, run_one
 from experiments.support.rows import Row, append_row, measured, rows_there
 from experiments.support.text_mixes import MIXES, write_mixes
 from experiments.support.verdicts import LOSSES

@@ -47,6 +47,8 @@ ROUTER_ARMS = (
     "batch ÷8",
     "balance loss off",
     "learning rate ×10, balance loss off",
+    "learning rate ×10, batch ÷8",
+    "batch ÷8, balance loss off",
 )
 BRANCHES = (
     *(Branch(rate=x) for x in (1.0, 3.0, 10.0, 40.0)),

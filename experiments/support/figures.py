@@ -14,6 +14,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from experiments.support.rows import Row
+from stabmon.output.runlog import Run
 
 # Okabe and Ito's, which the colour-blind tell apart, grey first: for what is healthy.
 COLOURS = ("#777777", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")
@@ -70,6 +71,13 @@ def curves(rows: Sequence[Row], names: Iterable[str]) -> go.Figure:
 def arms_of(rows: Iterable[Row]) -> list[str]:
     """The arms there are, in the order in which they first come."""
     return list(dict.fromkeys(row["arm"] for row in rows))
+
+
+def curve(run: Run, key: str, every: int) -> list[list[float]]:
+    """A metric for a row: steps, and values to four digits, a sample each `every` steps."""
+    at, values = run.metrics[key]
+    kept = at % every == 0
+    return [at[kept].tolist(), [float(f"{x:.4g}") for x in values[kept]]]
 
 
 def write_page(figure: go.Figure, path: Path) -> Path:

@@ -50,6 +50,12 @@ class Experiment:
 
 EXPERIMENTS = (
     Experiment(
+        "attention_fault",
+        "How does a low-precision attention fault look, beside its clean run?",
+        6,
+        (("seeds",),),
+    ),
+    Experiment(
         "attention_doses",
         "Is a low-precision attention fault called before the loss; at which dose, in which model?",
         22,

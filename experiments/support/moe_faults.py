@@ -150,13 +150,6 @@ def mean_from(run: Run, key: str, first: int) -> float:
     return float(values[at >= first].mean())
 
 
-def curve(run: Run, key: str, every: int) -> list[list[float]]:
-    """A metric for a figure: steps, and values to four digits, a sample each `every` steps."""
-    at, values = run.metrics[key]
-    kept = at % every == 0
-    return [at[kept].tolist(), [float(f"{x:.4g}") for x in values[kept]]]
-
-
 def _finished(folder: Path, steps: int) -> bool:
     if not (folder / "config.json").exists():
         return False

@@ -17,10 +17,10 @@ from experiments.loop.data import batches, load_corpus
 from experiments.loop.placement import ALONE
 from experiments.loop.session import identity
 from experiments.loop.step import make_step
+from experiments.support.figures import curve
 from experiments.support.moe_faults import (
     ARMS,
     MoEConfig,
-    curve,
     first_alarms,
     judged,
     mean_from,

@@ -4,7 +4,16 @@ import dataclasses
 
 import pytest
 
-from experiments.attention_fault import KEYS, Config, headline, learn_reference, main, tables
+from experiments.attention_fault import (
+    DRAWN,
+    KEYS,
+    Config,
+    figure,
+    headline,
+    learn_reference,
+    main,
+    tables,
+)
 from models.config import GPTConfig
 from stabmon.output.runlog import read_jsonl
 
@@ -69,6 +78,14 @@ def test_a_row_is_written_once_and_makes_the_table(toy):
     table = tables([row])
     assert table.splitlines()[0] == "| monitor | seed 0 |"
     assert len(table.splitlines()) == 3 + len(KEYS)
+    drawn = figure([row]).to_dict()
+    assert [x["name"] for x in drawn["data"]] == len(DRAWN) * [
+        "without the fault",
+        "with it, seed 0",
+    ]
+    seen = [row["firsts"][name] for name in DRAWN if row["firsts"][name] is not None]
+    onsets = [100] * len(DRAWN)
+    assert sorted(x["x0"] for x in drawn["layout"]["shapes"]) == sorted(onsets + seen)
 
 
 def test_the_headline_counts_what_is_ahead_of_what():
