@@ -108,14 +108,12 @@ def headline(rows: list[Row]) -> str:
         word = "reproduces"
     elif not shown(both, first):
         word = "not at this size"
-    parts = [
-        f"{pair} show both faults in {shown(both, pair)} of {len(both)} runs with two, and the "
-        f"right one alone in {shown(alone, pair)} of {len(alone)} with one"
-        for pair in (first, second)
-    ]
-    named = f"named right {sum(map(right, both))} of {len(both)} and "
-    named += f"{sum(map(right, alone))} of {len(alone)}"
-    return f"{word}: {'; '.join([*parts, named])}"
+    named = (
+        f"the alarms name {sum(map(right, both))} of {len(both)} runs with two faults and "
+        f"{sum(map(right, alone))} of {len(alone)} with one"
+    )
+    told = [f"{pair} {shown(both, pair)} and {shown(alone, pair)}" for pair in (first, second)]
+    return f"{word}: {named}; bands alone, by {' and by '.join(told)}"
 
 
 def figure(rows: list[Row]) -> go.Figure:

@@ -54,10 +54,10 @@ def headline(rows: list[Row]) -> str:
     rate = 10_000 * count / steps
     good = all(ahead) and min(shares) >= 100 * MILD_LEAD and rate <= RATE
     return (
-        f"{'reproduces' if good else 'partly'}: default alarms come {median(shares):.0f} % "
-        f"({min(shares):.0f} to {max(shares):.0f}) of the run before the loss's at {MILD}; false "
-        f"ones in {steps:,} clean steps: {count}; against clean runs Δ2 is ahead of gradient norm "
-        f"and losses in {sum(ahead)} of {len(ahead)} comparisons at {MAIN} and {MILD}"
+        f"{'reproduces' if good else 'partly'}: default alarms lead the loss's by "
+        f"{median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f}) of the run at a mild "
+        f"dose, {count} false ones in {steps:,} clean steps; judged by clean runs Δ2 is ahead of "
+        f"gradient norm and losses in {sum(ahead)} of {len(ahead)} comparisons"
     )
 
 

@@ -21,8 +21,6 @@ _SHORT = {
     "The grade falls by two or more": "the grade falls in",
     "Its alarm comes before the loss's": "its alarm before the loss's in",
     "The ladder brings the loss within 5 % of clean": "the ladder ends within 5 % of clean in",
-    "With QK-norm the grade stays at S5 or above": "QK-norm keeps the grade in",
-    "QK-norm lowers the loss of a large initialisation by 5 %": "heals a large initialisation in",
     "Healthy beats collapsing in disputed pairs": "the healthier checkpoint wins",
 }
 # A rescued run's loss is within this of the clean run's.
@@ -56,9 +54,7 @@ def headline(rows: list[Row]) -> str:
     rho = [correlations(row) for row in of_kind(rows, "ranking")]
     if rho:
         health, loss = (mean(x[name] for x in rho) for name in ("health", "loss"))
-        short.append(
-            f"mean ρ with the loss 500 steps later {health:.2f} by health, {loss:.2f} by loss"
-        )
+        short.append(f"ρ with the loss 500 steps later {health:.2f} by health, {loss:.2f} by loss")
     return f"{word}: {'; '.join(short)}"
 
 

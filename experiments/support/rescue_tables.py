@@ -54,20 +54,19 @@ def headline(rows: list[Row]) -> str:
     """
     names, judged = _names(rows), [row for row in rows if _counts(row)]
     met = [name for name in names if holds(judged, name)]
-    parts = [f"rescued in {len(met)} of {len(names)} configurations tried"]
+    parts = [f"{len(met)} of {len(names)} configurations end within {HOLDS:g} % of clean"]
     for name in met:
         near, lost = over(judged, name), over(judged, name, ADAMW)
-        parts.append(
-            f"{name}: {CONFIGURATIONS[name].judged} {_range(near)} above clean, AdamW"
-            f" {_range(lost)}, MLP only {_range(over(judged, name, MLP))}"
-        )
+        parts.append(f"{name} {_range(near)}, AdamW {_range(lost)}")
     for name in (name for name in names if name not in met):
         own = over(judged, name)
         said = _range(own or over(rows, name)) + ("" if own else " on a development seed")
-        parts.append(f"not {name}: {CONFIGURATIONS[name].judged} {said}")
+        parts.append(f"not {name} {said}")
+    useless = all(_beyond(judged, name, MLP, HOLDS) for name in met)
+    if met and useless:
+        parts.append("MLP only fails")
     bounds = [f"{said} on {name}" for name in met if (said := bracket(judged, name))]
     parts.append(f"P breaks {', '.join(bounds) or 'not bracketed'}")
-    useless = all(_beyond(judged, name, MLP, HOLDS) for name in met)
     whole = 2 <= len(met) == len(names) and bool(bounds) and useless
     word = "reproduces" if whole else "partly" if met else "not at this size"
     return f"{word}: {'; '.join(parts)}"
@@ -98,9 +97,8 @@ def bracket(rows: list[Row], configuration: str) -> str:
         if len(ratios) < len(CONFIGURATIONS[configuration].seeds):
             continue
         if not _near(ratios, configuration):
-            found = f"{period} ({_range(ratios)})"
-            return f"fails at {found}" if last is None else f"between {last} and {found}"
-        last = f"{period} ({_range(ratios)})"
+            return f"at {period}" if last is None else f"between {last} and {period}"
+        last = period
     return ""
 
 

@@ -53,10 +53,9 @@ def headline(rows: list[Row]) -> str:
     entropy = lambda arm: _mean(r["after"]["router entropy"] for r in runs if r["arm"] == arm)
     return (
         f"{whole}: of {len(verdicts)} claims {counted['reproduces']} reproduce, "
-        f"{counted['partly']} partly, {counted['not at this size']} not at this size; mean router "
-        f"entropy after the onset {entropy('clean'):.2f} clean, "
-        f"{entropy('learning rate ×10'):.2f} at ten times and "
-        f"{entropy('learning rate ×40'):.2f} at forty times the learning rate, "
+        f"{counted['partly']} partly, {counted['not at this size']} not at this size; router "
+        f"entropy {entropy('clean'):.2f} clean, {entropy('learning rate ×10'):.2f} and "
+        f"{entropy('learning rate ×40'):.2f} at ten and forty times the rate, "
         f"{entropy('batch ÷8'):.2f} at an eighth of the batch"
     )
 

@@ -170,13 +170,15 @@ def test_leads_are_counted_from_the_onset_and_bounds_are_marked():
 
 def test_the_headline_takes_the_worst_seed_of_the_mild_arm():
     assert headline(ROWS).startswith(
-        "reproduces: default alarms come 28 % (28 to 28) of the run before the loss's at 6/0; "
-        "false ones in 3,400 clean steps: 0"
+        "reproduces: default alarms lead the loss's by 28 % (28 to 28) of the run at a mild dose, "
+        "0 false ones in 3,400 clean steps"
     )
-    assert headline(ROWS).endswith("in 12 of 12 comparisons at 7/0 and 6/0")
+    assert headline(ROWS).endswith("in 12 of 12 comparisons")
     default = ROWS[-1]["default"] | {"loss": 900}
     short = [*ROWS[:-1], ROWS[-1] | {"default": default}]
-    assert headline(short).startswith("partly: default alarms come 22 % (18 to 28) of the run")
+    assert headline(short).startswith(
+        "partly: default alarms lead the loss's by 22 % (18 to 28) of the run"
+    )
     late = [row_of("7/0", 1, (800, 720, 1100, None)) if r["arm"] == "7/0" else r for r in ROWS]
     assert headline(late).startswith("partly: ")
     assert "in 10 of 12 comparisons" in headline(late)
@@ -186,7 +188,7 @@ def test_the_headline_takes_the_worst_seed_of_the_mild_arm():
 def test_false_alarms_are_named_and_spoil_the_verdict():
     default = ROWS[0]["default"] | {"alarms": ["router surge 400"]}
     rows = [ROWS[0] | {"default": default}, *ROWS[1:]]
-    assert "false ones in 3,400 clean steps: 1" in headline(rows)
+    assert "1 false ones in 3,400 clean steps" in headline(rows)
     assert headline(rows).startswith("partly: ")
     assert "`router surge 400` (clean, seed 5)" in tables(rows)
 

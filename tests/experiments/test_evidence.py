@@ -91,6 +91,7 @@ def test_committed_rows_have_tables_and_a_headline_and_are_small(experiment):
     tables, headline = written(experiment, read_jsonl(file))
     assert "|---" in tables
     assert re.search(r"\d", headline)
+    assert len(headline) <= 260
     assert file.stat().st_size < 300_000
     image = ROOT / "experiments" / "figures" / f"{experiment.name}.svg"
     assert 1_000 < image.stat().st_size < 300_000
