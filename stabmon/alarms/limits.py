@@ -82,14 +82,16 @@ class Threshold:
 
 @dataclass
 class AllHeads:
-    """Alarms where the attention entropy of all heads drops together.
+    """Alarms where the attention entropy of all heads is low together.
 
-    Either the mean over all heads falls to `fraction` of its healthy level, or the share of sharp
-    heads passes one half, having been under a quarter. One sharp head alone is no alarm.
+    The mean over all heads falls to `fraction` of its healthy level; or the share of sharp heads
+    passes one half, having been under a quarter; or it is `most` or more, whatever it was: a run
+    that began with collapsed attention has no healthy level. One sharp head alone is no alarm.
 
     Attributes:
         window: What is healthy.
         fraction: Of the healthy mean entropy that is too little.
+        most: Share of sharp heads that is too much for any run; above what attention sinks take.
         rule: Name of the rule.
         entropy: Key of the mean entropy, nats.
         sharp: Key of the share of sharp heads.
@@ -98,6 +100,7 @@ class AllHeads:
 
     window: HealthyWindow
     fraction: float | int = 0.5
+    most: float | int = 0.9
     rule: str = "all heads"
     entropy: str = "attention/global/entropy/mean"
     sharp: str = "attention/global/sharp_heads/mean"
@@ -107,6 +110,8 @@ class AllHeads:
     def __post_init__(self):
         if not 0 < self.fraction < 1:
             raise ValueError(f"fraction: expected a number between 0 and 1, got {self.fraction}")
+        if not 0.5 <= self.most <= 1:
+            raise ValueError(f"most: expected a share from 0.5 to 1, got {self.most}")
         self.latches = Latches(self.patience)
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
@@ -124,6 +129,8 @@ class AllHeads:
             if self.latches.update(key, step, score):
                 # A share of heads may have sat at 0 all along: a spread for it nevertheless.
                 z = (value - expected) / max(spread, 0.02)
+                if key == self.sharp and expected >= 0.25:
+                    expected, z = float(self.most), math.inf
                 raised.append(Alarm(step, self.rule, key, value, expected, z))
         return raised
 
@@ -131,7 +138,7 @@ class AllHeads:
         """How far it has gone, 1 at the limit; a little beyond 1 counts, so that equality does."""
         if key == self.entropy:
             return self.fraction * expected / max(value, 1e-30) * (1 + 1e-9)
-        return value / 0.5 * (1 + 1e-9) if expected < 0.25 else 0.0
+        return value / (0.5 if expected < 0.25 else self.most) * (1 + 1e-9)
 
     def active(self) -> tuple[str, ...]:
         """Metrics that are in alarm now."""

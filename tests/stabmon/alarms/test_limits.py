@@ -5,9 +5,11 @@ import math
 import numpy as np
 import pytest
 
+from stabmon.alarms.attribution import diagnose
 from stabmon.alarms.deviations import Cusum, RobustZ
 from stabmon.alarms.latch import Patience
 from stabmon.alarms.limits import AllHeads, Threshold
+from stabmon.alarms.signatures import Fault
 from stabmon.alarms.surges import Surge
 from stabmon.alarms.window import HealthyWindow
 
@@ -55,7 +57,19 @@ def test_most_heads_sharp_is_all_heads_unless_they_were_before():
     (alarm,) = feed(heads(), [0.1] * 30 + [0.5] * 3, SHARP)
     assert (alarm.step, alarm.direction) == (310, "up")
     assert feed(heads(), [0.1] * 30 + [0.45] * 9, SHARP) == []
-    assert feed(heads(), [0.4] * 30 + [0.9] * 9, SHARP) == []
+    assert feed(heads(), [0.4] * 30 + [0.89] * 9, SHARP) == []
+
+
+def test_heads_that_were_sharp_from_the_start_are_no_healthy_level():
+    heads = lambda: AllHeads(HealthyWindow(0, 200))
+    (alarm,) = feed(heads(), [1.0] * 30, SHARP)
+    assert (alarm.step, alarm.value, alarm.reference) == (220, 1.0, 0.9)
+    assert alarm.direction == "up"
+    found = diagnose(alarm.step, [alarm])
+    assert found.fault is Fault.NO_QK_NORM
+    assert feed(heads(), [0.85] * 30, SHARP) == []
+    with pytest.raises(ValueError, match=r"most: expected a share from 0\.5 to 1, got 1\.5"):
+        AllHeads(HealthyWindow(0, 200), most=1.5)
 
 
 def test_one_outlier_is_a_surge_and_does_not_blind_the_baseline():
