@@ -34,7 +34,7 @@ from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.ending import ended
-from experiments.support.figures import colour, curve, panels
+from experiments.support.figures import colour, curve, line, panels
 from experiments.support.rows import Row, measured, rows_there
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
@@ -262,6 +262,7 @@ def headline(rows: list[Row]) -> str:
 def figure(rows: list[Row]) -> go.Figure:
     """Monitors over steps, faulty beside clean runs; dots are first alarms."""
     drawn = panels(DRAWN, columns=2)
+    shown: set[str] = set()
     for column, name in enumerate(DRAWN):
         place = column // 2 + 1, column % 2 + 1
         for i, row in enumerate(rows):
@@ -269,17 +270,8 @@ def figure(rows: list[Row]) -> go.Figure:
             for arm, painted in (("clean", colour(0)), ("faulty", colour(i + 1))):
                 x, y = row["curves"][arm][name]
                 label = "without the fault" if arm == "clean" else f"with it, {seed}"
-                line = go.Scatter(
-                    x=x,
-                    y=y,
-                    name=label,
-                    legendgroup=label,
-                    showlegend=not column and (arm != "clean" or not i),
-                    mode="lines",
-                    text=seed,
-                    line={"color": painted, "width": 1.5},
-                )
-                drawn.add_trace(line, *place)
+                style = {"color": painted, "width": 1.5}
+                drawn.add_trace(line((x, y), label, seed, shown, **style), *place)
                 if arm == "faulty" and first is not None:
                     mark = {"color": painted, "size": 9}
                     at = {"x": [first], "y": [float(np.interp(first, x, y))]}

@@ -42,7 +42,7 @@ from experiments.loop.losses import next_token_loss
 from experiments.loop.measuring import make_measure
 from experiments.loop.placement import Placement, make_mesh, state_shardings
 from experiments.support.ending import Result, ended
-from experiments.support.figures import colour, panels
+from experiments.support.figures import colour, line, panels
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
@@ -242,6 +242,7 @@ def headline(rows: list[dict[str, Any]]) -> str:
 def figure(rows: list[dict[str, Any]]) -> go.Figure:
     """What devices send each other, and how long a program takes to compile, by devices."""
     drawn = panels(("sent by a device besides the base step, MiB", "compile time, s"), columns=2)
+    shown: set[str] = set()
     names, value = list(dict.fromkeys(r["model"] for r in rows)), _by_part(rows)
     for i, (name, part) in enumerate((name, part) for name in names for part in PARTS):
         counts = [r["devices"] for r in rows if (r["model"], r["part"]) == (name, part)]
@@ -253,16 +254,10 @@ def figure(rows: list[dict[str, Any]]) -> go.Figure:
         ]
         seconds = [value[name, n, part]["compile_seconds"] for n in counts]
         for column, y in ((1, sent), (2, seconds)):
-            line = go.Scatter(
-                x=counts,
-                y=y,
-                name=f"{name}, {part}",
-                legendgroup=f"{name}, {part}",
-                showlegend=column == 2,
-                line={"color": colour(i % len(PARTS)), "dash": DASHES[names.index(name) % 3]},
-            )
+            label, dash = f"{name}, {part}", DASHES[names.index(name) % 3]
+            style = {"color": colour(i % len(PARTS)), "dash": dash, "width": 2}
             if (column, part) != (1, "base"):
-                drawn.add_trace(line, row=1, col=column)
+                drawn.add_trace(line((counts, y), label, label, shown, **style), row=1, col=column)
     drawn.update_xaxes(title="devices", type="log", tickvals=sorted({r["devices"] for r in rows}))
     return drawn
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from experiments.support.figures import COLOURS, arms_of, colour, panels
+from experiments.support.figures import COLOURS, arms_of, colour, line, panels
 from experiments.support.rows import Row
 from experiments.support.verdicts import CLEAN
 
@@ -67,25 +67,14 @@ def figure(rows: list[Row]) -> go.Figure:
     faulty = arms_of(_split(rows)[0])
     shown: set[str] = set()
     for row in sorted(rows, key=lambda row: row["arm"] != row["clean"]):
-        (steps, z), clean = row["course"], row["arm"] == row["clean"]
-        label, other = CLEAN if clean else row["arm"], row["clean"] != CLEAN
+        clean, other = row["arm"] == row["clean"], row["clean"] != CLEAN
+        label = CLEAN if clean else row["arm"]
         style = {
             "color": colour(0 if clean else 1 + faulty.index(label) % (len(COLOURS) - 1)),
             "dash": "dash" if other and not clean else "solid",
-            "width": 1.2,
         }
-        line = go.Scatter(
-            x=steps,
-            y=z,
-            name=label,
-            legendgroup=label,
-            showlegend=label not in shown,
-            mode="lines",
-            text=f"{row['arm']}, seed {row['seed']}",
-            line=style,
-        )
-        drawn.add_trace(line, row=1, col=2 if other else 1)
-        shown.add(label)
+        curve = line(row["course"], label, f"{row['arm']}, seed {row['seed']}", shown, **style)
+        drawn.add_trace(curve, row=1, col=2 if other else 1)
     drawn.add_vline(x=_onset(rows), line_dash="dot")
     drawn.update_xaxes(title="step")
     drawn.update_yaxes(range=[-30, 10])

@@ -51,21 +51,37 @@ def curves(rows: Sequence[Row], names: Iterable[str]) -> go.Figure:
     for row in rows:
         arm = row["arm"]
         for j, name in enumerate(names):
-            x, y = row["curves"][name]
-            line = go.Scatter(
-                x=x,
-                y=y,
-                name=arm,
-                legendgroup=arm,
-                showlegend=arm not in seen,
-                mode="lines",
-                text=f"{arm}, seed {row['seed']}",
-                line={"color": colour(arms.index(arm)), "width": 1.2},
-            )
-            figure.add_trace(line, row=j // columns + 1, col=j % columns + 1)
-            seen.add(arm)
+            style = {"color": colour(arms.index(arm))}
+            curve = line(row["curves"][name], arm, f"{arm}, seed {row['seed']}", seen, **style)
+            figure.add_trace(curve, row=j // columns + 1, col=j % columns + 1)
     figure.update_xaxes(title="step")
     return figure
+
+
+def line(
+    points: Sequence[Sequence[float]], name: str, text: str, seen: set[str], **style: Any
+) -> go.Scatter:
+    """The curve of one run.
+
+    Args:
+        points: Steps and values.
+        name: In the legend, where it stands once; all curves of a name are shown and hidden as one.
+        text: Shown at the pointer.
+        seen: Names that the figure's legend has; this one is added.
+        style: Of the line: color, dash, width.
+    """
+    first = name not in seen
+    seen.add(name)
+    return go.Scatter(
+        x=points[0],
+        y=points[1],
+        name=name,
+        legendgroup=name,
+        showlegend=first,
+        mode="lines",
+        text=text,
+        line={"width": 1.2} | style,
+    )
 
 
 def arms_of(rows: Iterable[Row]) -> list[str]:

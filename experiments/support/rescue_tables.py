@@ -12,7 +12,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from experiments.support import markdown
-from experiments.support.figures import arms_of, colour, panels
+from experiments.support.figures import arms_of, colour, line, panels
 from experiments.support.rescue_arms import ADAMW, ARMS, CLEAN, CONFIGURATIONS
 
 Row = dict[str, Any]
@@ -107,23 +107,15 @@ def figure(rows: list[Row]) -> go.Figure:
     judged = [row for row in rows if _counts(row)]
     names, arms = _names(judged), sorted(arms_of(judged), key=lambda arm: arm in DRAWN)
     drawn = panels(names, columns=2, shared_yaxes=True)
+    place = lambda row: names.index(row["configuration"])
     shown: set[str] = set()
     for arm in arms:
         label = arm if arm in DRAWN else "others"
         for row in (row for row in judged if row["arm"] == arm):
-            every, i = row["settings"]["evaluate_every"], names.index(row["configuration"])
-            line = go.Scatter(
-                x=[every * n for n in range(len(row["curve"]))],
-                y=row["curve"],
-                name=label,
-                legendgroup=label,
-                showlegend=label not in shown,
-                mode="lines",
-                text=f"{arm}, seed {row['seed']}",
-                line={"color": DRAWN.get(arm, OTHERS), "width": 1.2},
-            )
-            drawn.add_trace(line, row=i // 2 + 1, col=i % 2 + 1)
-            shown.add(label)
+            steps = [row["settings"]["evaluate_every"] * n for n in range(len(row["curve"]))]
+            text, style = f"{arm}, seed {row['seed']}", {"color": DRAWN.get(arm, OTHERS)}
+            curve, i = line((steps, row["curve"]), label, text, shown, **style), place(row)
+            drawn.add_trace(curve, row=i // 2 + 1, col=i % 2 + 1)
     drawn.update_xaxes(title="step")
     drawn.update_yaxes(title="held-out loss", range=[1.8, 3.6], col=1)
     return drawn
