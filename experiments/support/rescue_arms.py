@@ -132,7 +132,7 @@ CONFIGURATIONS = {
     ),
     "mild": Configuration(
         MILD,
-        (*_SHORT, "attention P=100"),
+        (*_SHORT, "attention P=100", "attention P=300"),
         "attention P=10",
         "as modern, 6 bits of O and dO",
         seeds=(3, 4, 5),

@@ -90,16 +90,22 @@ def holds(rows: list[Row], configuration: str) -> bool:
 
 
 def bracket(rows: list[Row], configuration: str) -> str:
-    """Between which periods the restoration of the attention stops holding; "" if unknown."""
-    last = None
-    for period, arm in _by_period(rows, configuration):
-        ratios = over(rows, configuration, arm)
-        if len(ratios) < len(CONFIGURATIONS[configuration].seeds):
-            continue
-        if not _near(ratios, configuration):
-            return f"at {period}" if last is None else f"between {last} and {period}"
-        last = period
-    return ""
+    """Between which periods the restoration of the attention stops holding; "" if unknown.
+
+    Behind the longest that holds; shorter ones that miss are named.
+    """
+    whole = len(CONFIGURATIONS[configuration].seeds)
+    found = [
+        (period, over(rows, configuration, arm)) for period, arm in _by_period(rows, configuration)
+    ]
+    held = {p: _near(ratios, configuration) for p, ratios in found if len(ratios) >= whole}
+    last = max((p for p in held if held[p]), default=0)
+    beyond = [p for p in held if p > last]
+    if not beyond:
+        return ""
+    missed = [str(p) for p in held if p < last and not held[p]]
+    text = f"between {last} and {beyond[0]}" if last else f"at {beyond[0]}"
+    return text + (f", {' and '.join(missed)} missing too," if missed else "")
 
 
 def figure(rows: list[Row]) -> go.Figure:

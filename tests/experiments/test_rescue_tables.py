@@ -65,6 +65,10 @@ def test_a_seed_that_is_not_there_undoes_the_claim():
 
 def test_the_period_where_it_breaks_is_the_first_with_a_seed_that_misses():
     assert bracket(rows(), "fault") == "between 100 and 300"
+    uneven = RESCUED | {"attention P=50": (2.04, 2.2, 4.16)}
+    assert bracket(rows(losses=uneven), "fault") == "between 100 and 300, 50 missing too,"
+    lost = {k: RESCUED[k] for k in ("clean", "adamw", "attention P=300")}
+    assert bracket(rows(losses=lost), "fault") == "at 300"
     assert bracket(rows(losses={k: RESCUED[k] for k in ("clean", "attention P=50")}), "fault") == ""
 
 
