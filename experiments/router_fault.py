@@ -10,7 +10,7 @@ spread with learning rate and batch, from one and the same state?
     python -m experiments.router_fault --arms clean "batch ÷8"       some of them
     python -m experiments.router_fault --rejudge                     judge recorded runs anew
 
-About 10 minutes on one core. Rows go to `runs/router_fault.jsonl`, a run whose row is there is not
+About 12 minutes on one core. Rows go to `runs/router_fault.jsonl`, a run whose row is there is not
 measured again, and one that is recorded not trained again; figure: `runs/router_fault.html`.
 Results: `experiments/README.md`.
 

@@ -67,14 +67,14 @@ EXPERIMENTS = (
     Experiment(
         "router_fault",
         "How does a router of experts show a wrong learning rate, batch or balance loss?",
-        10,
+        12,
         tables="experiments.support.router_tables",
     ),
     Experiment("combined_fault", "Are two faults at once told apart?", 6),
     Experiment(
         "msign_rescue",
         "Does MSign hold a run that AdamW loses?",
-        60,
+        110,
         tables="experiments.support.rescue_tables",
     ),
     Experiment(
@@ -93,7 +93,7 @@ EXPERIMENTS = (
     Experiment(
         "scale_presets",
         "Do the papers' own configurations compile and train?",
-        9,
+        70,
         tables="experiments.support.scale_tables",
     ),
     Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),

@@ -79,9 +79,9 @@ def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
 
 
 def _course(curves: dict[str, list[list[float]]]) -> list[str]:
-    """Each curve at about eight of the steps at which the held-out loss was taken."""
+    """Each curve at the first two and eight more of the steps of the held-out loss, about."""
     steps = curves["held-out loss"][0]
-    shown = steps[:: max(1, -(-len(steps) // 8))]
+    shown = sorted({*steps[:2], *steps[:: max(1, -(-len(steps) // 8))]})
     lines = [
         "| step | " + " | ".join(f"{s:g}" for s in shown) + " |",
         "|---" * (len(shown) + 1) + "|",
