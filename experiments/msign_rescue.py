@@ -10,9 +10,9 @@ may it be, and what do the rivals do?
     python -m experiments.msign_rescue --configurations fault   one configuration
     python -m experiments.msign_rescue --arms clean adamw       some arms
 
-20 to 100 seconds a run on one core and half a minute of compiling an arm: about two hours for all of
-it. Rows go to `runs/msign_rescue.jsonl`; a run whose row is there, with the same
-settings, is not run again. Curves: `runs/msign_rescue.html`.
+20 to 100 seconds a run on one core and half a minute of compiling an arm: about two hours for all
+of it. Rows go to `runs/msign_rescue.jsonl`; a run whose row is there, with the same settings, is
+not run again. Figure: `runs/msign_rescue.html`.
 Results: `experiments/README.md`. Arms: `rescue_arms.py`. Tables: `rescue_tables.py`.
 
 Arms of a configuration and seed share data and initialisation; "clean" is AdamW without the fault,
