@@ -54,14 +54,14 @@ def headline(rows: list[Row]) -> str:
     """
     names, judged = _names(rows), [row for row in rows if _counts(row)]
     met = [name for name in names if holds(judged, name)]
-    parts = [f"{len(met)} of {len(names)} configurations end within {HOLDS:g} % of clean"]
-    for name in met:
-        near, lost = over(judged, name), over(judged, name, ADAMW)
-        parts.append(f"{name} {_range(near)}, AdamW {_range(lost)}")
+    near = [f"{x} {_range(over(judged, x))} (AdamW {_range(over(judged, x, ADAMW))})" for x in met]
+    far = []
     for name in (name for name in names if name not in met):
         own = over(judged, name)
         said = _range(own or over(rows, name)) + ("" if own else " on a development seed")
-        parts.append(f"not {name} {said}")
+        far.append(f"{name} {said}")
+    parts = [f"within {HOLDS:g} % of clean in {len(met)} of {len(names)} configurations"]
+    parts.append(f"% above it: {', '.join(near)}{', not ' if far else ''}{', '.join(far)}")
     useless = all(_beyond(judged, name, MLP, HOLDS) for name in met)
     if met and useless:
         parts.append("MLP only fails")
@@ -92,7 +92,7 @@ def holds(rows: list[Row], configuration: str) -> bool:
 def bracket(rows: list[Row], configuration: str) -> str:
     """Between which periods the restoration of the attention stops holding; "" if unknown.
 
-    Behind the longest that holds; shorter ones that miss are named.
+    Behind the longest that holds, even where a shorter one misses.
     """
     whole = len(CONFIGURATIONS[configuration].seeds)
     found = [
@@ -103,9 +103,7 @@ def bracket(rows: list[Row], configuration: str) -> str:
     beyond = [p for p in held if p > last]
     if not beyond:
         return ""
-    missed = [str(p) for p in held if p < last and not held[p]]
-    text = f"between {last} and {beyond[0]}" if last else f"at {beyond[0]}"
-    return text + (f", {' and '.join(missed)} missing too," if missed else "")
+    return f"at {last}–{beyond[0]}" if last else f"below {beyond[0]}"
 
 
 def figure(rows: list[Row]) -> go.Figure:
@@ -258,8 +256,8 @@ def _list(values: list[float], form: str, unit: str = "") -> str:
 
 
 def _range(values: list[float]) -> str:
-    ends = dict.fromkeys(f"{x:+.1f}" for x in (min(values), max(values))) if values else {}
-    return "…".join(ends) + " %" if ends else "not run"
+    ends = dict.fromkeys(f"{x:.1f}" for x in (min(values), max(values))) if values else {}
+    return "…".join(ends) if ends else "not run"
 
 
 def _markdown(cells: list[str], rows: list[list[str]]) -> str:

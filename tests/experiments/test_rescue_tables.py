@@ -64,25 +64,27 @@ def test_a_seed_that_is_not_there_undoes_the_claim():
 
 
 def test_the_period_where_it_breaks_is_the_first_with_a_seed_that_misses():
-    assert bracket(rows(), "fault") == "between 100 and 300"
+    assert bracket(rows(), "fault") == "at 100–300"
     uneven = RESCUED | {"attention P=50": (2.04, 2.2, 4.16)}
-    assert bracket(rows(losses=uneven), "fault") == "between 100 and 300, 50 missing too,"
+    assert bracket(rows(losses=uneven), "fault") == "at 100–300"
     lost = {k: RESCUED[k] for k in ("clean", "adamw", "attention P=300")}
-    assert bracket(rows(losses=lost), "fault") == "at 300"
+    assert bracket(rows(losses=lost), "fault") == "below 300"
     assert bracket(rows(losses={k: RESCUED[k] for k in ("clean", "attention P=50")}), "fault") == ""
 
 
 def test_two_configurations_are_wanted():
     both = rows() + rows("experts")
-    assert headline(both).startswith("reproduces: 2 of 2 configurations")
-    assert headline(rows()).startswith("partly: 1 of 1")
+    assert headline(both).startswith("reproduces: within 5 % of clean in 2 of 2 configurations")
+    assert headline(rows()).startswith("partly: within 5 % of clean in 1 of 1")
     lost = rows(losses=RESCUED | {"adamw": (2.0, 2.0, 4.0)})
     assert headline(lost).startswith("not at this size")
     tried = rows("rate", {"clean": (2.0,), "attention P=10": (2.2,)}, seeds=(10,))
-    assert headline(both + tried).startswith("partly: 2 of 3")
-    assert "not rate +10.0 % on a development seed" in headline(both + tried)
+    assert headline(both + tried).startswith("partly: within 5 % of clean in 2 of 3")
+    assert "not rate 10.0 on a development seed" in headline(both + tried)
     mended = RESCUED | {"MLP P=50": (2.6, 2.0, 4.8)}
-    assert headline(rows() + rows("experts", mended)).startswith("partly: 2 of 2")
+    assert headline(rows() + rows("experts", mended)).startswith(
+        "partly: within 5 % of clean in 2 of 2"
+    )
     assert "\n" not in headline(both)
 
 
