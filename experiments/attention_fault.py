@@ -280,6 +280,15 @@ def figure(rows: list[Row]) -> go.Figure:
     if rows:
         onset = rows[0]["settings"]["onset"]
         drawn.add_vline(x=onset, line_dash="dot", annotation_text="fault begins")
+        late = [
+            y
+            for row in rows
+            for curves in row["curves"].values()
+            for x, y in zip(*curves["held-out loss"], strict=True)
+            if x >= onset / 2
+        ]
+        drawn.update_yaxes(range=[0.95 * min(late), 1.05 * max(late)], row=2, col=2)
+    drawn.update_yaxes(type="log", row=2, col=1)
     drawn.update_xaxes(title="step")
     return drawn
 

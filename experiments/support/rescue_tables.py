@@ -121,7 +121,7 @@ def figure(rows: list[Row]) -> go.Figure:
             curve, i = line((steps, row["curve"]), label, text, shown, **style), place(row)
             drawn.add_trace(curve, row=i // 2 + 1, col=i % 2 + 1)
     drawn.update_xaxes(title="step")
-    drawn.update_yaxes(title="held-out loss", range=[1.8, 3.6], col=1)
+    drawn.update_yaxes(title="held-out loss", range=[1.6, 3.4], col=1)
     return drawn
 
 
