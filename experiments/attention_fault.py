@@ -7,8 +7,8 @@ exact. Which monitor notices first, and how long before the loss?
     python -m experiments.attention_fault seeds        the same for several seeds: the table
     python -m experiments.attention_fault reference    learn the reference anew from clean seeds
 
-Two layers, 2,000 steps; `demo` about 2 minutes on two cores, `seeds` three times that, `reference`
-twice. A run that is already there is not run again. Rows: `runs/attention_fault.jsonl`, figure:
+Two layers, 2,000 steps; `demo` takes about a minute, `seeds` three times that, `reference` twice. A
+run that is already there is not run again. Rows: `runs/attention_fault.jsonl`, figure:
 `runs/attention_fault.html`, and for each seed `runs/attention-fault-seed<n>/report.html`. Results:
 `experiments/README.md`. Doses and models: `attention_doses.py`.
 

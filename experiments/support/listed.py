@@ -52,7 +52,7 @@ EXPERIMENTS = (
     Experiment(
         "attention_fault",
         "How does a low-precision attention fault look, beside its clean run?",
-        6,
+        4,
         (("seeds",),),
     ),
     Experiment(
@@ -86,7 +86,7 @@ EXPERIMENTS = (
     Experiment(
         "campaign",
         "Do the alarms name what is broken, keep quiet where nothing is, and save a run?",
-        35,
+        25,
         (("table",), ("rescue",)),
         tables="experiments.support.campaign_tables",
     ),
