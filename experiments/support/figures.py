@@ -107,7 +107,7 @@ def write_images(figures: Mapping[Path, go.Figure]) -> None:
     """Writes each figure as an image, of the kind that its path ends with.
 
     Raises:
-        RuntimeError: Kaleido is not installed, or it found no Chrome or Chromium.
+        RuntimeError: Kaleido is not installed, found no Chrome or Chromium, or failed in it.
     """
     if find_spec("kaleido") is None:
         raise RuntimeError('images need Kaleido: pip install "stabmon[figures]"')
@@ -115,5 +115,5 @@ def write_images(figures: Mapping[Path, go.Figure]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             figure.write_image(path)
-        except RuntimeError as error:
+        except Exception as error:
             raise RuntimeError(f"{path.name}: images need Chrome or Chromium: {error}") from error
