@@ -52,7 +52,7 @@ def headline(rows: list[Row]) -> str:
         row["moved"] and all(isfinite(x) for x in row["losses"]) and row["full_bytes"] > 0
         for row in presets
     )
-    text = f"{went} of {len(presets)} presets compile and take two reduced steps"
+    text = f"{went} of {len(presets)} presets compile in full and take two reduced steps"
     if not runs:
         return f"partly: {text}; NanoGPT-5M was not run"
     row = runs[-1]
@@ -62,7 +62,7 @@ def headline(rows: list[Row]) -> str:
     verdict = "partly" if failed or went < len(presets) else "not at this size"
     return (
         f"{verdict}: {text}; NanoGPT-5M {'fails' if failed else 'does not fail'} within "
-        f"{100 * row['tokens'] / row['paper_tokens']:.1g} % of the paper's tokens: loss "
+        f"{100 * row['tokens'] / row['paper_tokens']:.1g} % of the paper's tokens: held-out loss "
         f"{loss[0]:.2f} → {row['held_out']:.2f}, stable rank of W_k {rank[0][0]:.1f} → "
         f"{rank[0][-1]:.1f}, of W_up {rank[1][0]:.1f} → {rank[1][-1]:.1f}"
     )
