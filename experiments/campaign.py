@@ -128,7 +128,7 @@ class Config:
     """
 
     command: Annotated[Literal["table", "rescue"], tyro.conf.Positional] = "table"
-    seeds: tuple[int, ...] = (400, 401)
+    seeds: tuple[int, ...] = (400, 401, 402)
     clean_seeds: tuple[int, ...] = (400, 401, 402, 403)
     steps: int = 1200
     clean_steps: int = 4100
