@@ -11,7 +11,7 @@ come, how many alarms does a healthy run raise?
 
     python -m experiments.campaign table --again     recorded runs, judged anew by today's rules
 
-`table` takes about 20 minutes on one core, `rescue` 5. A run that is already there, or its row, is
+`table` takes about 23 minutes on one core, `rescue` 7. A run that is already there, or its row, is
 not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`, the figure to
 `runs/campaign.html`. Results: `experiments/README.md`, from `experiments/results/campaign.jsonl`.
 

@@ -86,7 +86,7 @@ EXPERIMENTS = (
     Experiment(
         "campaign",
         "Do the alarms name what is broken, keep quiet where nothing is, and save a run?",
-        25,
+        30,
         (("table",), ("rescue",)),
         tables="experiments.support.campaign_tables",
     ),
