@@ -61,7 +61,8 @@ def headline(rows: list[Row]) -> str:
         said = _range(own or over(rows, name)) + ("" if own else " on a development seed")
         far.append(f"{name} {said}")
     parts = [f"within {HOLDS:g} % of clean in {len(met)} of {len(names)} configurations"]
-    parts.append(f"% above it: {', '.join(near)}{', not ' if far else ''}{', '.join(far)}")
+    missed = [f"not {', '.join(far)}"] if far else []
+    parts.append(f"% above it: {', '.join([*near, *missed])}")
     useless = all(_beyond(judged, name, MLP, HOLDS) for name in met)
     if met and useless:
         parts.append("MLP only fails")
