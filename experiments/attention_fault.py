@@ -39,11 +39,11 @@ from experiments.support.rows import Row, measured, rows_there
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import Lead, lead_times, replay
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.report import write_report
-from stabmon.output.runlog import Run, load_run
+from stabmon.runs.runlog import Run, load_run
 
 REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"
 MONITORS: dict[str, tuple[str, Judged]] = {

@@ -27,8 +27,8 @@ from experiments.support.timing import Row, as_table, interleaved
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.presets import PRESETS
-from optax_ext._matrix_sign import matrix_sign, orthogonality_error
 from optax_ext._msign import msign
+from stabmon.linalg.sign import matrix_sign, orthogonality_error
 
 DEMO = GPTConfig(context=48)
 LLAMA, SIGMA = PRESETS["llama-1b"], PRESETS["sigma-40m-mha"]

@@ -44,15 +44,15 @@ from experiments.support.verdicts import CLEAN, judge
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
-from stabmon.alarms.ladder import Policy
-from stabmon.alarms.ledger import CheckpointLedger
-from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import replay_events
 from stabmon.alarms.signatures import Fault
-from stabmon.alarms.standard import standard_board
-from stabmon.alarms.watcher import Watcher
-from stabmon.output.jsonl import plain, read_jsonl
-from stabmon.output.runlog import Run, load_run
+from stabmon.alarms.standard import standard_detectors
+from stabmon.recovery.ladder import Policy
+from stabmon.recovery.ledger import CheckpointLedger
+from stabmon.recovery.recovery import Recovery
+from stabmon.recovery.replay import replay_events
+from stabmon.recovery.watcher import Watcher
+from stabmon.runs.jsonl import plain, read_jsonl
+from stabmon.runs.runlog import Run, load_run
 
 DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
 EXPERTS = replace(DENSE, experts=8, feedforward=128)
@@ -178,7 +178,7 @@ def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any]:
     case, alarms = CASES[name], config.alarms
     run = run_one(config, name, case, seed, steps)
     policy = Policy(watch=alarms.watch, verify=alarms.verify)
-    board = standard_board(config.optimizer.warmup, alarms.window)
+    board = standard_detectors(config.optimizer.warmup, alarms.window)
     ledger = CheckpointLedger(alarms.dwell, alarms.min_grade)
     events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
     onset = steps if case.truth == CLEAN else config.onset

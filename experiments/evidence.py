@@ -44,7 +44,7 @@ import tyro
 from experiments.support.figures import write_images
 from experiments.support.listed import EXPERIMENTS, Experiment
 from experiments.support.rows import Row, latest
-from stabmon.output.jsonl import append, read_jsonl
+from stabmon.runs.jsonl import append, read_jsonl
 
 ROOT = Path(__file__).parent.parent
 VERDICTS = ("reproduces", "partly", "not at this size", "not met", "met")

@@ -33,7 +33,7 @@ from experiments.support.ending import Result, ended
 from experiments.support.flash_tables import HEALS, figure, headline, tables
 from models.flash import softmax_shift
 from stabmon import repeated_maximum
-from stabmon.output.jsonl import plain
+from stabmon.runs.jsonl import plain
 
 CASES = (("same", None), ("same", 2.0), ("same", 8.0), ("either", None))
 REMEDIES = ("none", "factors of P̄ V in float32", *HEALS, "β = 2", "β = 8")

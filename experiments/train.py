@@ -3,7 +3,7 @@
 One jitted, donated step does loss, gradients and optimizer. On a sampled step a second program
 measures beside it (`measuring.py`); other steps cost nothing. What is measured leaves as data and
 is written while the next step already runs, so the device never waits for the host. A run is a
-folder (`stabmon.output.runlog`); `--resume` continues it bit for bit.
+folder (`stabmon.runs.runlog`); `--resume` continues it bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
@@ -39,11 +39,11 @@ from experiments.loop.session import identity, interruptible
 from experiments.loop.sinks import Sink, open_sinks
 from experiments.loop.step import MonitorConfig, make_step
 from models.config import GPTConfig
-from stabmon.alarms.detectors import BandDetector
-from stabmon.alarms.ladder import EXIT_UNRECOVERED
+from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Reference
-from stabmon.output.runlog import load_run
+from stabmon.recovery.ladder import EXIT_UNRECOVERED
+from stabmon.runs.runlog import load_run
 
 HELD_OUT = "evaluation/global/loss/value"
 
@@ -115,7 +115,7 @@ class Result:
         step: Steps done; fewer than asked for if it was interrupted.
         loss: Training loss of the last step, nats per token.
         held_out: Mean loss on the held-out split, nats per token.
-        code: Exit code: 0, or `stabmon.alarms.ladder.EXIT_UNRECOVERED` where the ladder stopped it.
+        code: Exit code: 0, or `ladder.EXIT_UNRECOVERED` where the ladder stopped it.
     """
 
     folder: Path

@@ -3,8 +3,6 @@
 from optax_ext._clip import QKClipState as QKClipState
 from optax_ext._clip import qk_clip as qk_clip
 from optax_ext._delta import track_delta as track_delta
-from optax_ext._matrix_sign import matrix_sign as matrix_sign
-from optax_ext._matrix_sign import orthogonality_error as orthogonality_error
 from optax_ext._msign import MsignState as MsignState
 from optax_ext._msign import msign as msign
 from optax_ext._msign import msign_names as msign_names
@@ -14,6 +12,8 @@ from optax_ext._recovery import scale_by_control as scale_by_control
 from optax_ext._recovery import scale_learning_rate as scale_learning_rate
 from optax_ext._skip import SkipSpikesState as SkipSpikesState
 from optax_ext._skip import skip_spikes as skip_spikes
-from stabmon.snapshots import Delta as Delta
-from stabmon.snapshots import TrackDeltaState as TrackDeltaState
-from stabmon.snapshots import read_delta as read_delta
+from stabmon.linalg.sign import matrix_sign as matrix_sign
+from stabmon.linalg.sign import orthogonality_error as orthogonality_error
+from stabmon.monitor.snapshots import Delta as Delta
+from stabmon.monitor.snapshots import TrackDeltaState as TrackDeltaState
+from stabmon.monitor.snapshots import read_delta as read_delta

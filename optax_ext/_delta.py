@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from stabmon.layout import Select, selection
-from stabmon.snapshots import TrackDeltaState
+from stabmon.monitor.snapshots import TrackDeltaState
 
 
 def track_delta(
@@ -44,7 +44,7 @@ def track_delta(
             the parameters.
 
     Returns:
-        A transform whose state is `stabmon.snapshots.TrackDeltaState`.
+        A transform whose state is `stabmon.monitor.snapshots.TrackDeltaState`.
 
     Raises:
         ValueError: `every` or `keep` is below 1, `source` or `memory_kind` is unknown; in `init`,

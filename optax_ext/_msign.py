@@ -16,12 +16,12 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from optax_ext._cadence import staggered, together
 from optax_ext._grouping import group
-from optax_ext._matrix_sign import check_method
 from optax_ext._patterns import Patterns
 from optax_ext._restore import Record, Rule, Scalar
 from optax_ext._selection import find_matrices
 from stabmon.layout import Layout, Select
-from stabmon.metrics.mesh import mesh_in_force
+from stabmon.linalg.mesh import mesh_in_force
+from stabmon.linalg.sign import check_method
 
 
 class MsignState(NamedTuple):

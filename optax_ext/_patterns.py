@@ -11,8 +11,8 @@ from itertools import chain
 from typing import NamedTuple
 
 from optax_ext._matrix_view import MatrixView, Order
-from stabmon.axes import Product, read, tokens, write
 from stabmon.layout import CANONICAL, Layout, Rule
+from stabmon.layout.axes import Product, read, tokens, write
 
 Patterns = Mapping[str, str | tuple[str, Mapping[str, int]]]
 

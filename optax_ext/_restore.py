@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from optax_ext._matrix_sign import matrix_sign, normalised
+from stabmon.linalg.sign import matrix_sign, normalised
 
 # σ₁ is approached from below: the stable rank of a Gaussian matrix comes out 2 % high on average,
 # 10 % at worst, and exact where σ₁ stands apart.

@@ -4,6 +4,8 @@ from stabmon.layout import Layout as Layout
 from stabmon.layout import Rule as Rule
 from stabmon.layout import find_layout as find_layout
 from stabmon.layout import selection as selection
+from stabmon.linalg.power import PowerNorm as PowerNorm
+from stabmon.linalg.power import power_norm as power_norm
 from stabmon.metrics.activations import grade as grade
 from stabmon.metrics.activations import layer_correlation as layer_correlation
 from stabmon.metrics.activations import rank_ratio as rank_ratio
@@ -23,8 +25,6 @@ from stabmon.metrics.flash import flash_attention_stats as flash_attention_stats
 from stabmon.metrics.jacobian import JacobianStats as JacobianStats
 from stabmon.metrics.jacobian import cumulative_norms as cumulative_norms
 from stabmon.metrics.jacobian import jacobian_alignment as jacobian_alignment
-from stabmon.metrics.power import PowerNorm as PowerNorm
-from stabmon.metrics.power import power_norm as power_norm
 from stabmon.metrics.qk import QKIncrement as QKIncrement
 from stabmon.metrics.qk import qk_increment as qk_increment
 from stabmon.metrics.router import router_conditioning as router_conditioning
@@ -51,6 +51,6 @@ from stabmon.metrics.updates import lag_exponent as lag_exponent
 from stabmon.metrics.updates import noise_outliers as noise_outliers
 from stabmon.metrics.updates import radial_alignment as radial_alignment
 from stabmon.monitor import Monitor as Monitor
-from stabmon.readings import Readings as Readings
-from stabmon.snapshots import Delta as Delta
-from stabmon.snapshots import read_delta as read_delta
+from stabmon.monitor.readings import Readings as Readings
+from stabmon.monitor.snapshots import Delta as Delta
+from stabmon.monitor.snapshots import read_delta as read_delta

@@ -25,16 +25,16 @@ from grain import MapDataset
 import optax_ext
 from experiments.loop.checkpoints import Checkpoints, TrainState
 from experiments.loop.cluster import agree, leads
-from stabmon.alarms.detectors import Alarm
-from stabmon.alarms.ladder import Action, Kind, Phase, Policy
-from stabmon.alarms.ledger import CheckpointLedger
-from stabmon.alarms.recovery import Recovery
+from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.reference import Reference
 from stabmon.alarms.signatures import Fault
-from stabmon.alarms.standard import standard_board
-from stabmon.alarms.watcher import Watcher
-from stabmon.output.jsonl import floats, plain
-from stabmon.output.runlog import RunLog, read_jsonl
+from stabmon.alarms.standard import standard_detectors
+from stabmon.recovery.ladder import Action, Kind, Phase, Policy
+from stabmon.recovery.ledger import CheckpointLedger
+from stabmon.recovery.recovery import Recovery
+from stabmon.recovery.watcher import Watcher
+from stabmon.runs.jsonl import floats, plain
+from stabmon.runs.runlog import RunLog, read_jsonl
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Acting:
             msign=config.msign,
         )
         recovery = Recovery(policy, CheckpointLedger(config.dwell, config.min_grade))
-        board = standard_board(warmup, config.window, reference, qk_norm=qk_norm)
+        board = standard_detectors(warmup, config.window, reference, qk_norm=qk_norm)
         return cls(folder, log, saved, Watcher(board, recovery), _windows=windows)
 
     @property

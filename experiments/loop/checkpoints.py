@@ -14,7 +14,7 @@ import optax
 import orbax.checkpoint as ocp
 from jaxtyping import Array, Int
 
-from stabmon.snapshots import TrackDeltaState
+from stabmon.monitor.snapshots import TrackDeltaState
 
 FORMAT = 1
 

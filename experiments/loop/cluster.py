@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
 
 HEARTBEAT = 30
 LOST = 3

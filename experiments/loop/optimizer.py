@@ -9,7 +9,7 @@ import optax
 import optax_ext
 import stabmon
 from experiments.loop.faults import scale_by_argument
-from stabmon.paths import path_name
+from stabmon.layout.paths import path_name
 
 
 @dataclass(frozen=True)

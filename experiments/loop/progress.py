@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stabmon.alarms.detectors import Alarm
+from stabmon.alarms.detectors.base import Alarm
 
 
 class Board:

@@ -13,14 +13,15 @@ import numpy as np
 
 from experiments.attention_fault import MONITORS
 from experiments.train import HELD_OUT
-from stabmon.alarms.board import LOSS
-from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.detector_set import LOSS
+from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Judged, Reference, learn
-from stabmon.alarms.replay import has_qk_norm, samples
-from stabmon.alarms.standard import standard_board
-from stabmon.output.runlog import Run
-from stabmon.readings import BRIEF
+from stabmon.alarms.standard import standard_detectors
+from stabmon.monitor.readings import BRIEF
+from stabmon.recovery.replay import has_qk_norm
+from stabmon.runs.runlog import Run
+from stabmon.runs.samples import samples
 
 ALPHAS = {1: "effective_rank", 2: "modes"}
 AGGREGATES = ("mean", "p10", "min")
@@ -134,7 +135,7 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
             kept[key] = series
     seen = list(samples(replace(run, metrics=kept)))
     length = how.window[1] - how.warmup
-    board = standard_board(how.warmup, length, qk_norm=has_qk_norm(run))
+    board = standard_detectors(how.warmup, length, qk_norm=has_qk_norm(run))
     raised = [alarm for step, values in seen for alarm in board.update(step, values)]
     late = [alarm for alarm in raised if alarm.step >= how.onset]
     first = lambda keys: min((a.step for a in late if keys(a.key)), default=None)

@@ -20,13 +20,13 @@ from experiments.loop.step import MonitorConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
-from stabmon.alarms.ladder import Policy
-from stabmon.alarms.ledger import CheckpointLedger
-from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import has_qk_norm, replay_events
-from stabmon.alarms.standard import standard_board
-from stabmon.alarms.watcher import Watcher
-from stabmon.output.runlog import Run, load_run
+from stabmon.alarms.standard import standard_detectors
+from stabmon.recovery.ladder import Policy
+from stabmon.recovery.ledger import CheckpointLedger
+from stabmon.recovery.recovery import Recovery
+from stabmon.recovery.replay import has_qk_norm, replay_events
+from stabmon.recovery.watcher import Watcher
+from stabmon.runs.runlog import Run, load_run
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def run_one(settings: TrainConfig) -> Run:
 
 def judged(run: Run, warmup: int, window: int) -> Run:
     """The run with the events that the default alarms raise over its samples, and no others."""
-    board = standard_board(warmup, window, qk_norm=has_qk_norm(run))
+    board = standard_detectors(warmup, window, qk_norm=has_qk_norm(run))
     watcher = Watcher(board, Recovery(Policy(), CheckpointLedger()))
     return replace(run, events=tuple(replay_events(run, watcher)))
 

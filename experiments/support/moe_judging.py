@@ -32,12 +32,12 @@ from experiments.support.verdicts import CLEAN, judge
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.gpt import apply
-from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.signatures import Fault
-from stabmon.output.runlog import Run
-from stabmon.tiers import router_metrics
+from stabmon.monitor.tiers import router_metrics
+from stabmon.runs.runlog import Run
 
 # Its name for people: the key, and whether the run's own level is taken off first. The spectra's
 # lag is the longest that is measured.

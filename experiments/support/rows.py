@@ -3,7 +3,7 @@
 A row is an object on a line of `runs/<experiment>.jsonl`. Under "settings" it holds what it was
 measured with; a row that is there with the same settings is not measured again, so an experiment
 goes on where it was interrupted. What rows mean is each experiment's; who gathers them all,
-`evidence.py`'s; the lines themselves, `stabmon.output.jsonl`'s.
+`evidence.py`'s; the lines themselves, `stabmon.runs.jsonl`'s.
 """
 
 import json
@@ -13,7 +13,7 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from stabmon.output.jsonl import append, mend, plain, read_jsonl
+from stabmon.runs.jsonl import append, mend, plain, read_jsonl
 
 Row = dict[str, Any]
 # A row stays what it is wherever it was measured.

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from experiments.train import HELD_OUT
-from stabmon.alarms.board import LOSS
+from stabmon.alarms.detector_set import LOSS
 from stabmon.alarms.signatures import Fault
 
 CLEAN, LOSSES = "clean", (LOSS, HELD_OUT)

@@ -8,9 +8,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from stabmon.alarms.detectors import Detector
-from stabmon.alarms.replay import samples
-from stabmon.output.runlog import Run
+from stabmon.alarms.detectors.base import Detector
+from stabmon.runs.runlog import Run
+from stabmon.runs.samples import samples
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def calibrate(
 
     Args:
         runs: Clean runs of several seeds, at least two.
-        build: From a threshold to a fresh detector, or a whole `AlarmBoard`.
+        build: From a threshold to a fresh detector, or a whole `DetectorSet`.
         candidates: Thresholds to try.
         rate: False alarms per 10,000 steps to allow.
 

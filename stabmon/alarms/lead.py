@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stabmon.alarms.detectors import Alarm, BandDetector
-from stabmon.output.runlog import Run
+from stabmon.alarms.detectors.base import Alarm, BandDetector
+from stabmon.runs.runlog import Run
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from stabmon.alarms.window import median_and_spread
-from stabmon.output.runlog import Run
+from stabmon.alarms.detectors.window import median_and_spread
+from stabmon.runs.runlog import Run
 
 FORMAT = 1
 Judged = Literal["reference", "own", "after"]

@@ -8,7 +8,7 @@ import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stabmon.alarms.detectors import Alarm
+from stabmon.alarms.detectors.base import Alarm
 
 # First match wins. By rule and key of an alarm, "rule|key".
 _QUANTITIES = (

@@ -6,16 +6,16 @@ often they go off by mistake is measured by `calibration.py`.
 
 import math
 
-from stabmon.alarms.board import AlarmBoard
-from stabmon.alarms.detectors import BandDetector, Detector
-from stabmon.alarms.deviations import Cusum, RobustZ
-from stabmon.alarms.grades import GradeWatch
-from stabmon.alarms.latch import Patience
-from stabmon.alarms.limits import AllHeads, Threshold
+from stabmon.alarms.detector_set import DetectorSet
+from stabmon.alarms.detectors.base import BandDetector, Detector
+from stabmon.alarms.detectors.deviations import Cusum, RobustZ
+from stabmon.alarms.detectors.grades import GradeWatch
+from stabmon.alarms.detectors.latch import Patience
+from stabmon.alarms.detectors.limits import AllHeads, Threshold
+from stabmon.alarms.detectors.shifts import Shift
+from stabmon.alarms.detectors.surges import Surge
+from stabmon.alarms.detectors.window import HealthyWindow
 from stabmon.alarms.reference import Reference
-from stabmon.alarms.shifts import Shift
-from stabmon.alarms.surges import Surge
-from stabmon.alarms.window import HealthyWindow
 
 _SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
 _RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
@@ -24,14 +24,14 @@ _WIDEN = 5.0
 _SYMPTOM = "symptoms/global/{}/value"
 
 
-def standard_board(
+def standard_detectors(
     warmup: int = 100,
     length: int = 200,
     reference: Reference | None = None,
     cooldown: int = 500,
     span: int = 1000,
     qk_norm: bool = False,
-) -> AlarmBoard:
+) -> DetectorSet:
     """A board for a run that is watched by `stabmon.Monitor`.
 
     Nothing is judged before step `warmup + length`, but for values that are not finite and for
@@ -111,4 +111,4 @@ def standard_board(
         del detectors["radial"]
     if reference is not None:
         detectors["bands"] = BandDetector(reference)
-    return AlarmBoard(detectors, span)
+    return DetectorSet(detectors, span)

@@ -13,8 +13,8 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from stabmon.metrics.checks import all_finite, as_float, nan_unless, unit_scale
-from stabmon.metrics.factor import triangular_factor
+from stabmon.linalg.checks import all_finite, as_float, nan_unless, unit_scale
+from stabmon.linalg.factor import triangular_factor
 from stabmon.metrics.spectrum import entropy_of_spectrum, singular_values
 
 GRADE_THRESHOLDS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7)

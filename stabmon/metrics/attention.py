@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stabmon.metrics.checks import all_finite, as_float, nan_unless
+from stabmon.linalg.checks import all_finite, as_float, nan_unless
 
 
 def attention_entropy(logits: ArrayLike, mask: ArrayLike | None = None) -> Float[Array, " N"]:

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stabmon.metrics.krylov import LinearMap, SingularTriple, error_angle, leading_triple
+from stabmon.linalg.krylov import LinearMap, SingularTriple, error_angle, leading_triple
 
 Layer = Callable[[Array], Array]
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
-from stabmon.metrics.checks import as_matrix
-from stabmon.metrics.factor import product, triangular_factor
-from stabmon.metrics.lapack import on_stack, singular_values, turned
+from stabmon.linalg.checks import as_matrix
+from stabmon.linalg.factor import product, triangular_factor
+from stabmon.linalg.lapack import on_stack, singular_values, turned
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stabmon.metrics import lapack
-from stabmon.metrics.checks import all_finite, as_matrix, nan_unless, unit_scale
+from stabmon.linalg import lapack
+from stabmon.linalg.checks import all_finite, as_matrix, nan_unless, unit_scale
 
 
 class SpectrumStats(NamedTuple):

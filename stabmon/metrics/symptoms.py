@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from stabmon.metrics.checks import all_finite, as_float, nan_unless, unit_scale
+from stabmon.linalg.checks import all_finite, as_float, nan_unless, unit_scale
 
 
 class NoiseScale(NamedTuple):

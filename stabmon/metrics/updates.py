@@ -15,7 +15,7 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stabmon.metrics.checks import all_finite, as_float, nan_unless, unit_scale
+from stabmon.linalg.checks import all_finite, as_float, nan_unless, unit_scale
 from stabmon.metrics.spectrum import singular_values
 
 

@@ -19,9 +19,9 @@ from rich.text import Text
 
 from stabmon.output.curves import Curve, Scale, draw
 from stabmon.output.ranking import grade_of, state_of
-from stabmon.output.tail import Follower
 from stabmon.output.terminal import printable, short
 from stabmon.output.verdict import named
+from stabmon.runs.tail import Follower
 
 RATIO, GRADE = "activations/global/rank_ratio", "activations/global/grade"
 ENTROPY = "attention/global/entropy"

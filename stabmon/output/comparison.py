@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stabmon.alarms.detectors import BandDetector
+from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import Lead, lead_times, replay
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.panels import Panel, default_panels, split_key
 from stabmon.output.ranking import LOSSES
-from stabmon.output.runlog import Run
 from stabmon.output.verdict import first_onset
+from stabmon.runs.runlog import Run
 
 # Metrics that sit at another level for every seed are judged by the run's own healthy window.
 _OWN = re.compile(r"(norm|stable_rank|max_logit|entropy|rank_ratio)$")

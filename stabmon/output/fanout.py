@@ -9,8 +9,8 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from stabmon.output.runlog import RunLog
 from stabmon.output.writers import Writer
+from stabmon.runs.runlog import RunLog
 
 CAPACITY = 256
 PATIENCE = 5.0

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from stabmon.output.runlog import Run
+from stabmon.runs.runlog import Run
 
 POINTS = 1500
 _KEY = re.compile(r"([^/]+)/(global|layer_\d+)/(.+)/([^/]+)")

@@ -1,6 +1,7 @@
 """`stabmon replay`: the standard alarms on recorded runs, as tables or JSON.
 
-What lives here: reading the runs and printing. What does not: the replay (`stabmon.alarms.replay`).
+What lives here: reading the runs and printing. What does not: the replay
+(`stabmon.recovery.replay`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,13 +10,13 @@ from typing import Any
 
 from rich.console import Console
 
-from stabmon.alarms.recovery import Recovery
-from stabmon.alarms.replay import has_qk_norm, replay_events
-from stabmon.alarms.standard import standard_board
-from stabmon.alarms.watcher import Watcher
-from stabmon.output.jsonl import plain
-from stabmon.output.runlog import load_run
+from stabmon.alarms.standard import standard_detectors
 from stabmon.output.terminal import show_json, table
+from stabmon.recovery.recovery import Recovery
+from stabmon.recovery.replay import has_qk_norm, replay_events
+from stabmon.recovery.watcher import Watcher
+from stabmon.runs.jsonl import plain
+from stabmon.runs.runlog import load_run
 
 
 def replay_runs(
@@ -37,7 +38,7 @@ def replay_runs(
     found = {}
     for folder in folders:
         run = load_run(folder)
-        board = standard_board(warmup, window, qk_norm=has_qk_norm(run))
+        board = standard_detectors(warmup, window, qk_norm=has_qk_norm(run))
         found[str(folder)] = replay_events(run, Watcher(board, Recovery()))
     return found
 

@@ -20,10 +20,10 @@ import numpy as np
 
 from stabmon.output.figures import layer_figure, line_figure, share_colors
 from stabmon.output.panels import Panel, default_panels, split_key
-from stabmon.output.runlog import Run, load_run
 from stabmon.output.sections import event_list, lead_table, legend, set_up, story_table
 from stabmon.output.styles import Style, styles
 from stabmon.output.verdict import alarm_table, default_verdict, story
+from stabmon.runs.runlog import Run, load_run
 
 _MAPS = 3
 _POLICY = (
@@ -63,7 +63,7 @@ def write_report(
 
     Example:
         >>> import tempfile
-        >>> from stabmon.output.runlog import RunLog
+        >>> from stabmon.runs.runlog import RunLog
         >>> folder = Path(tempfile.mkdtemp()) / "clean"
         >>> with RunLog.open(folder, {"seed": 0}) as log:
         ...     log.sample(10, {"symptoms/global/loss/value": 2.5})

@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from stabmon.output.jsonl import plain
 from stabmon.output.panels import Panel
-from stabmon.output.runlog import Run
 from stabmon.output.styles import FAULT, INK, MUTED, Style
 from stabmon.output.verdict import first_onset
+from stabmon.runs.jsonl import plain
+from stabmon.runs.runlog import Run
 
 HEADINGS = {
     "run": "Run",

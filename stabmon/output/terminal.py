@@ -20,7 +20,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 from rich.text import Text
 
-from stabmon.output.jsonl import plain
+from stabmon.runs.jsonl import plain
 
 
 def printable(text: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stabmon.output.panels import default_panels, split_key
-from stabmon.output.runlog import Run
+from stabmon.runs.runlog import Run
 
 _MATRICES = {"delta1": "Δ1", "delta2": "Δ2", "delta3": "Δ3", "query": "ΔW", "key": "ΔW_k"}
 _SPECTRUM = re.compile(r"delta(\d+)/(delta[123]|query|key)/(\w+)")

@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from stabmon.output.panels import Key, split_key
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
 
 JsonlWriter = RunLog
 

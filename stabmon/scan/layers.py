@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import jax
 import numpy as np
 
-from stabmon.axes import tokens
 from stabmon.checkpoints.source import Checkpoint, numpy_dtype
-from stabmon.gather import Found, match
 from stabmon.layout import Layout, find_layout
+from stabmon.layout.axes import tokens
+from stabmon.layout.gather import Found, match
 
 Tree = dict[str, np.ndarray]
 

@@ -1,8 +1,8 @@
 """What is measured on one layer of a checkpoint, and on its change: rows of named numbers.
 
 What lives here: `matrix_rows`, `change_rows`. What does not: the measures, which are those of the
-monitor's `weights` and `delta` tiers (`stabmon.tiers`), what counts as wrong (`health`), reading
-(`layers`).
+monitor's `weights` and `delta` tiers (`stabmon.monitor.tiers`), what counts as wrong (`health`),
+reading (`layers`).
 """
 
 import math
@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from stabmon.gather import is_whole, match
 from stabmon.layout import CANONICAL, Layout
+from stabmon.layout.gather import is_whole, match
 from stabmon.metrics.spectrum import singular_values, spectrum_stats
+from stabmon.monitor.tiers import delta_metrics, flat_matrices, weight_metrics
 from stabmon.scan.layers import Tree
-from stabmon.tiers import delta_metrics, flat_matrices, weight_metrics
 
 Row = dict[str, Any]
 NAMES = ("norm", "spectral_norm", "stable_rank", "relative_stable_rank")

@@ -20,13 +20,13 @@ from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
-from stabmon.alarms.board import AlarmBoard
-from stabmon.alarms.grades import Health
-from stabmon.alarms.ladder import EXIT_UNRECOVERED, Kind
-from stabmon.alarms.latch import Patience
-from stabmon.alarms.limits import Threshold
-from stabmon.alarms.replay import replay_events
-from stabmon.output.runlog import load_run
+from stabmon.alarms.detector_set import DetectorSet
+from stabmon.alarms.detectors.grades import Health
+from stabmon.alarms.detectors.latch import Patience
+from stabmon.alarms.detectors.limits import Threshold
+from stabmon.recovery.ladder import EXIT_UNRECOVERED, Kind
+from stabmon.recovery.replay import replay_events
+from stabmon.runs.runlog import load_run
 
 ROOT = Path(__file__).parents[2]
 UPDATE = "symptoms/global/update_norm/value"
@@ -55,12 +55,12 @@ def limited(limit=LIMIT):
     """A board that holds the updates to be too large from step 20 on, unless the rate is cut."""
     patience = Patience(dwell=1, cooldown=0)
     detector = lambda: Threshold("limit", UPDATE, limit, patience, first=20)
-    return lambda *_, **__: AlarmBoard({"limit": detector()})
+    return lambda *_, **__: DetectorSet({"limit": detector()})
 
 
 @pytest.fixture
 def board(monkeypatch):
-    monkeypatch.setattr(acting, "standard_board", limited())
+    monkeypatch.setattr(acting, "standard_detectors", limited())
 
 
 def story(config):
@@ -79,7 +79,7 @@ def final_state(config):
 def whole(tmp_path_factory):
     config = tiny(tmp_path_factory.mktemp("whole"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acting, "standard_board", limited())
+        patch.setattr(acting, "standard_detectors", limited())
         return config, train(config)
 
 
@@ -173,7 +173,7 @@ def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board
     script = (
         "import os, signal, sys; sys.path.insert(0, 'tests/experiments')\n"
         "import test_acting as t\n"
-        "t.acting.standard_board = t.limited()\n"
+        "t.acting.standard_detectors = t.limited()\n"
         "t.acting.RunLog.rewind = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         f"t.train(t.tiny({str(tmp_path)!r}))"
     )
@@ -213,7 +213,7 @@ def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
 
 
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
-    monkeypatch.setattr(acting, "standard_board", limited(1e-6))
+    monkeypatch.setattr(acting, "standard_detectors", limited(1e-6))
     config = tiny(
         tmp_path, alarms=AlarmConfig(watch=10, verify=15, dwell=5, joint=1, max_rollbacks=1)
     )

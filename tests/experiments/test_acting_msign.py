@@ -9,8 +9,8 @@ from experiments.loop.acting import Acting
 from experiments.loop.checkpoints import TrainState
 from models.config import GPTConfig
 from models.gpt import init_params
-from stabmon.alarms.ladder import Action, Kind
-from stabmon.alarms.watcher import Seen
+from stabmon.recovery.ladder import Action, Kind
+from stabmon.recovery.watcher import Seen
 
 
 def acting(dry):

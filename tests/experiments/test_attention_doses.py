@@ -24,7 +24,7 @@ from experiments.support.attention_tables import figure, headline, tables
 from experiments.support.rows import key
 from experiments.train import HELD_OUT, Result
 from models.config import GPTConfig
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
 
 TOY = Config(
     arms=("7/0",),

@@ -6,7 +6,7 @@ import pytest
 
 from experiments.loop import acting
 from experiments.train import train
-from stabmon.output.runlog import load_run
+from stabmon.runs.runlog import load_run
 from tests.experiments.test_acting import limited, story, tiny
 from tests.experiments.test_cluster import assert_same, start
 
@@ -20,7 +20,7 @@ from experiments.loop import acting
 from experiments.loop.placement import Placement
 from experiments.train import train
 from tests.experiments.test_acting import limited, tiny
-acting.standard_board = limited()
+acting.standard_detectors = limited()
 if {dies}:
     # All processes end in the midst of the rollback: journalled, nothing undone yet.
     acting.Acting._undo = lambda self, journal, fresh: os._exit(9)
@@ -34,7 +34,7 @@ print("LOSS", result.loss, "STEP", result.step)
 def alone(tmp_path_factory):
     config = tiny(tmp_path_factory.mktemp("alone"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acting, "standard_board", limited())
+        patch.setattr(acting, "standard_detectors", limited())
         result = train(config)
     assert ("rewind", 10, "") in story(config)
     return config, result.loss

@@ -20,7 +20,7 @@ from experiments.evidence import (
 )
 from experiments.support import figures
 from experiments.support.listed import EXPERIMENTS, Experiment
-from stabmon.output.jsonl import read_jsonl
+from stabmon.runs.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "experiments" / "results"

@@ -5,7 +5,7 @@ import pytest
 
 from experiments.flash_rounding import REMEDIES, Config, main, products
 from experiments.support.flash_tables import correlation, figure, headline, parts, tables
-from stabmon.output.jsonl import read_jsonl
+from stabmon.runs.jsonl import read_jsonl
 
 
 @pytest.fixture(scope="module")

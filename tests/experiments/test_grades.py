@@ -16,8 +16,8 @@ from experiments.support.continuing import continued, disputed, orders, rank_cor
 from experiments.support.grades_tables import claims, correlations, headline, tables, wins_of
 from experiments.support.text_mixes import MIXES, write_mixes
 from models.config import GPTConfig
-from stabmon.output.jsonl import read_jsonl
-from stabmon.output.runlog import Run
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.runlog import Run
 
 TOY = Config(
     arms=("clean", "learning rate ×40"),

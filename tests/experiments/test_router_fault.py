@@ -25,7 +25,7 @@ from experiments.support.router_claims import claims, exponents
 from experiments.support.router_growth import Branch, margins, measure, slope
 from experiments.support.router_tables import headline, tables
 from models.config import GPTConfig
-from stabmon.output.runlog import Run, load_run, read_jsonl
+from stabmon.runs.runlog import Run, load_run, read_jsonl
 
 MOE = MoEConfig(
     steps=60,

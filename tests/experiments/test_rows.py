@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from experiments.support.rows import append_row, key, latest, measured, rows_there
-from stabmon.output.jsonl import read_jsonl
+from stabmon.runs.jsonl import read_jsonl
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from experiments.scale_presets import (
 from experiments.support.scale_tables import figure, headline, tables
 from experiments.train import Result
 from models.presets import PRESETS
-from stabmon.output.jsonl import read_jsonl
+from stabmon.runs.jsonl import read_jsonl
 
 TINY = dataclasses.replace(
     PRESETS["nanogpt-5m"], vocabulary=256, layers=2, model=16, heads=2, context=16

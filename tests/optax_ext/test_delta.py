@@ -10,7 +10,7 @@ import optax
 import pytest
 
 import optax_ext
-from stabmon.snapshots import find_state
+from stabmon.monitor.snapshots import find_state
 
 read_delta = jax.jit(optax_ext.read_delta)
 

@@ -9,9 +9,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from stabmon.cli import main
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
+from tests.stabmon.layout.state_dicts import torch_llama
 from tests.stabmon.output.conftest import write_run
-from tests.stabmon.state_dicts import torch_llama
 from tests.stabmon.trees import H
 
 

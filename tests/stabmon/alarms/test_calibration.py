@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from stabmon.alarms.calibration import calibrate, count_alarms
-from stabmon.alarms.latch import Patience
-from stabmon.alarms.limits import Threshold
-from stabmon.output.runlog import Run
+from stabmon.alarms.detectors.latch import Patience
+from stabmon.alarms.detectors.limits import Threshold
+from stabmon.runs.runlog import Run
 
 ONE = Patience(dwell=1, cooldown=0)
 build = lambda t: Threshold("limit", "m", t, ONE)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stabmon import qk_increment
-from stabmon.metrics.factor import triangular_factor
+from stabmon.linalg.factor import triangular_factor
 
 increment = jax.jit(qk_increment)
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
 
 ONSET, STEPS, EVERY = 300, 2400, 10
 

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from stabmon.output.board import Board, watch
-from stabmon.output.runlog import RunLog
+from stabmon.runs.runlog import RunLog
 
 RATIO, ENTROPY = "activations/global/rank_ratio", "attention/global/entropy"
 

@@ -5,8 +5,8 @@ import threading
 import pytest
 
 from stabmon.output.fanout import Fanout, guarded
-from stabmon.output.jsonl import read_jsonl
-from stabmon.output.runlog import RunLog
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.runlog import RunLog
 
 
 class Sink:

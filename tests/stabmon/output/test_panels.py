@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabmon.output.panels import Panel, default_panels, layers_over_steps, split_key, thin
-from stabmon.output.runlog import Run, load_run
+from stabmon.runs.runlog import Run, load_run
 
 
 def run_with(*keys, **fields):

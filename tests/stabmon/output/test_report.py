@@ -10,7 +10,7 @@ import pytest
 
 from stabmon.output.panels import Panel
 from stabmon.output.report import write_report
-from stabmon.output.runlog import RunLog, load_run
+from stabmon.runs.runlog import RunLog, load_run
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'<script>alert(2)</script>&lt;"
 

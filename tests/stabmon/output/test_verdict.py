@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from stabmon.output.runlog import Run, load_run
 from stabmon.output.verdict import alarm_table, default_verdict, named, story
+from stabmon.runs.runlog import Run, load_run
 
 
 def made(name="r", alarms=(), faults=()):

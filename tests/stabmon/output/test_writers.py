@@ -13,8 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX.proto.event_pb2 import Event
 
 from stabmon.output import writers
-from stabmon.output.runlog import RunLog
 from stabmon.output.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
+from stabmon.runs.runlog import RunLog
 
 KEY = "delta50/layer_03/delta2/modes/p10"
 LOSS = "symptoms/global/loss/value"

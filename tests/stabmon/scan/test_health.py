@@ -14,11 +14,11 @@ from safetensors.numpy import save_file
 import optax_ext
 import stabmon
 from stabmon.checkpoints.folders import open_checkpoints
-from stabmon.output.jsonl import plain
+from stabmon.runs.jsonl import plain
 from stabmon.scan.health import Limits, scan
 from stabmon.scan.layers import make_plan
 from stabmon.scan.table import as_json
-from tests.stabmon.state_dicts import torch_llama
+from tests.stabmon.layout.state_dicts import torch_llama
 from tests.stabmon.trees import H, K, L, N, levanter, nested
 
 rng = np.random.default_rng(0)

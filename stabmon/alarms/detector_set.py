@@ -1,0 +1,164 @@
+"""`DetectorSet`: all detectors of a run as one, with what they say together.
+
+It feeds each sample to every detector, adds layer and head to the alarms, and keeps those of the
+last steps for a diagnosis. Which detectors a run has by default is in `standard.py`.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from stabmon.alarms.detectors.base import Alarm, Detector
+from stabmon.alarms.detectors.grades import GradeWatch, Health
+from stabmon.alarms.diagnosis import Diagnosis, diagnose
+
+LOSS = "symptoms/global/loss/value"
+_VOTES = 5
+
+
+@dataclass
+class DetectorSet:
+    """The detectors of one run.
+
+    Attributes:
+        detectors: {name: detector}; the names are part of the state.
+        span: Steps for which an alarm counts as evidence.
+        recent: Alarms of the last `span` steps, and older ones that have not ended.
+
+    >>> from stabmon.alarms.detectors.limits import Threshold
+    >>> logit = "attention/global/max_logit/max"
+    >>> board = DetectorSet({"limit": Threshold("limit", logit, 1e4)})
+    >>> [alarm.rule for alarm in board.update(50, {logit: 2e4})], board.healthy
+    (['limit'], False)
+    """
+
+    detectors: dict[str, Detector]
+    span: int = 1000
+    recent: list[Alarm] = field(default_factory=list)
+    _step: int = 0
+    _measured: set[str] = field(default_factory=set)
+    _places: dict[str, list[int]] = field(default_factory=dict)
+    _loss: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
+        """Take one sample, any subset of the metrics; the alarms that it raises.
+
+        Of values that are not finite, one alarm for each monitor: a NaN in the loss is in all
+        metrics one step later.
+        """
+        self._step = step
+        self._measured.update(values)
+        self._note(values)
+        raised, broken = [], set()
+        for detector in self.detectors.values():
+            for alarm in detector.update(step, values):
+                if not math.isfinite(alarm.value):
+                    monitor = alarm.key.split("/")[0]
+                    if monitor in broken:
+                        continue
+                    broken.add(monitor)
+                raised.append(self._located(alarm))
+        active = set(self.active())
+        self.recent = [
+            a for a in (*self.recent, *raised) if a.step > step - self.span or a.key in active
+        ]
+        return raised
+
+    def diagnose(self) -> Diagnosis:
+        """What the alarms of the last `span` steps say together."""
+        count, fast, slow = self._loss
+        falling = count >= 20 and fast < slow
+        return diagnose(self._step, self.recent, self._measured, self.active(), falling)
+
+    def active(self) -> tuple[str, ...]:
+        """Metrics that are in alarm now."""
+        every = (key for detector in self.detectors.values() for key in detector.active())
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no metric is in alarm now."""
+        return not self.active()
+
+    @property
+    def grade(self) -> int | None:
+        """Stability grade of the last sample that had one, None where none is measured."""
+        grades = [d.grade for d in self.detectors.values() if isinstance(d, GradeWatch)]
+        return min((grade for grade in grades if grade is not None), default=None)
+
+    @property
+    def health(self) -> Health:
+        """State of the grade table; healthy where no rank ratio is measured."""
+        states = [d.health for d in self.detectors.values() if isinstance(d, GradeWatch)]
+        return max(states, key=list(Health).index, default=Health.HEALTHY)
+
+    def state(self) -> dict[str, Any]:
+        """All that has been learned from the stream, as JSON can hold it."""
+        return {
+            "detectors": {name: detector.state() for name, detector in self.detectors.items()},
+            "recent": [asdict(alarm) for alarm in self.recent],
+            "step": self._step,
+            "measured": sorted(self._measured),
+            "places": {key: list(votes) for key, votes in self._places.items()},
+            "loss": list(self._loss),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`.
+
+        Raises:
+            ValueError: It is that of other detectors.
+        """
+        if set(state["detectors"]) != set(self.detectors):
+            raise ValueError(
+                f"the state is of detectors {sorted(state['detectors'])}, this board has "
+                f"{sorted(self.detectors)}: build it with the settings of the run that saved it"
+            )
+        for name, detector in self.detectors.items():
+            detector.restore(state["detectors"][name])
+        self.recent = [Alarm(**row) for row in state["recent"]]
+        self._step = int(state["step"])
+        self._measured = set(state["measured"])
+        self._places = {key: [int(x) for x in votes] for key, votes in state["places"].items()}
+        count, fast, slow = state["loss"]
+        self._loss = (int(count), float(fast), float(slow))
+
+    def _note(self, values: Mapping[str, float]) -> None:
+        """Remember where metrics were worst, and a fast and a slow mean of the loss."""
+        for key, value in values.items():
+            if key.endswith(("/worst_layer", "/worst_head")) and math.isfinite(value):
+                self._places[key] = [*self._places.get(key, []), int(value)][-_VOTES:]
+        loss = values.get(LOSS, math.nan)
+        if math.isfinite(loss):
+            count, fast, slow = self._loss
+            mix = lambda mean, weight: mean + max(weight, 1 / (count + 1)) * (loss - mean)
+            self._loss = (count + 1, mix(fast, 0.1), mix(slow, 0.02))
+
+    def _located(self, alarm: Alarm) -> Alarm:
+        """The alarm with its layer and head, from its key or from where the metric was worst."""
+        if not math.isfinite(alarm.value) or alarm.key.count("/") < 3:
+            return alarm
+        monitor, layer, *metric = alarm.key.split("/")
+        if layer.startswith("layer_"):
+            head = self._vote(f"{monitor}/{layer}/{'/'.join(metric[:-1])}/worst_head")
+            return replace(alarm, layer=int(layer.removeprefix("layer_")), head=head)
+        for name in self._worst_of(monitor, metric[:-1]):
+            place = self._vote(f"{name}/worst_layer")
+            if place is not None:
+                head = self._vote(f"{name}/worst_head")
+                return replace(alarm, layer=place, head=head)
+        return alarm
+
+    def _worst_of(self, monitor: str, metric: list[str]) -> list[str]:
+        """Metrics whose worst place tells this one's: itself, then its nearest kin."""
+        own = f"{monitor}/global/{'/'.join(metric)}"
+        known = [key.removesuffix("/worst_layer") for key in self._places]
+        kin = [name for name in known if name.startswith(f"{monitor}/global/{metric[0]}/")]
+        return [own, *(kin if len(metric) > 1 else [])]
+
+    def _vote(self, key: str) -> int | None:
+        """The place that most of the last samples agree on."""
+        votes = self._places.get(key, [])
+        best = max(sorted(set(votes)), key=votes.count, default=None)
+        return best if best is not None and 2 * votes.count(best) > len(votes) else None

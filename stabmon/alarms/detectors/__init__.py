@@ -1,0 +1,1 @@
+"""Detectors: each takes a stream of samples and raises alarms."""

@@ -1,0 +1,1 @@
+"""Decompositions and products of matrices, by platform: what the metrics are computed with."""

@@ -1,0 +1,1 @@
+"""What is done about a fault: the ladder, checkpoint health, and the watcher of a run."""

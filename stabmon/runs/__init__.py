@@ -1,0 +1,1 @@
+"""The folder of a run: written, read and followed."""
