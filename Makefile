@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 EXTRAS := experiments,cli,tensorboard,prometheus,test,dev
 
-.PHONY: demo test check lint bench evidence clean
+.PHONY: demo test test-slow check lint bench evidence clean
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,14 +15,17 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.attention_fault demo
 
 test: $(VENV)/.installed
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not slow"
+
+test-slow: $(VENV)/.installed
+	$(BIN)/pytest -m slow
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 
-check: lint test
+check: lint test test-slow
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m experiments.bench_metrics cores
