@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+WORKERS ?= 2
 EXTRAS := experiments,cli,tensorboard,prometheus,test,dev
 
 .PHONY: demo test test-slow check lint bench evidence clean
@@ -15,7 +16,7 @@ demo: $(VENV)/.installed
 	$(BIN)/python -m experiments.attention_fault demo
 
 test: $(VENV)/.installed
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -n $(WORKERS) --dist worksteal -m "not slow"
 
 test-slow: $(VENV)/.installed
 	$(BIN)/pytest -m slow
@@ -38,4 +39,4 @@ evidence: $(VENV)/.installed
 	$(BIN)/python -m experiments.evidence run
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
