@@ -28,6 +28,7 @@ from stabmon.recovery.ladder import EXIT_UNRECOVERED, Kind
 from stabmon.recovery.replay import replay_events
 from stabmon.runs.runlog import load_run
 
+slow = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 UPDATE = "symptoms/global/update_norm/value"
 LIMIT = 0.05  # 0.06 at the full learning rate; calm again under a half of it
@@ -159,7 +160,7 @@ def test_killed_in_the_midst_of_a_rollback_it_ends_in_the_same_state(
         np.testing.assert_array_equal(runs[0][key], runs[1][key])
 
 
-@pytest.mark.parametrize("steps", [21, 27, 32])
+@pytest.mark.parametrize("steps", [pytest.param(21, marks=slow), 27, pytest.param(32, marks=slow)])
 def test_interrupted_at_any_step_it_ends_in_the_same_state(whole, tmp_path, board, steps):
     config = tiny(tmp_path)
     train(dataclasses.replace(config, steps=steps))
@@ -169,6 +170,7 @@ def test_interrupted_at_any_step_it_ends_in_the_same_state(whole, tmp_path, boar
     jax.tree.map(np.testing.assert_array_equal, final_state(config), final_state(whole[0]))
 
 
+@slow
 def test_sigkill_by_the_system_in_the_midst_of_a_rollback(whole, tmp_path, board):
     script = (
         "import os, signal, sys; sys.path.insert(0, 'tests/experiments')\n"

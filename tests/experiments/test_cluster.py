@@ -10,8 +10,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
+from jax.experimental import multihost_utils
 
 from experiments.loop import cluster
 from experiments.loop.optimizer import OptimizerConfig
@@ -53,6 +55,7 @@ def assert_same(got, expected, first=0):
         np.testing.assert_allclose(now, values[chosen], rtol=5e-3, atol=5e-4, err_msg=key)
 
 
+@pytest.mark.slow
 def test_saved_on_one_mesh_and_resumed_on_others_it_is_the_same_run(tmp_path):
     split = Placement("mixed", 2)
     train(settings(tmp_path / "half", placement=split, steps=10))
@@ -85,6 +88,71 @@ def test_half_told_processes_are_refused(monkeypatch):
     monkeypatch.setenv("JAX_PROCESS_ID", "0")
     with pytest.raises(ValueError, match="JAX_PROCESS_ID are set, JAX_COORDINATOR_ADDRESS"):
         cluster.join()
+
+
+@pytest.fixture
+def begun(monkeypatch):
+    """What `jax.distributed` is begun with, beside the settings of JAX before that."""
+    calls, told = [], {}
+    monkeypatch.setattr(jax.config, "update", told.__setitem__)
+    start = lambda **given: calls.append(told | given)
+    monkeypatch.setattr(jax.distributed, "initialize", start)
+    for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
+        monkeypatch.delenv(name, raising=False)
+    return calls
+
+
+def test_three_variables_tell_a_process_its_place(begun, monkeypatch):
+    for name, value in by_variables(3)(2).items():
+        monkeypatch.setenv(name, value)
+    cluster.join()
+    (given,) = begun
+    assert (given["num_processes"], given["process_id"]) == (3, 2)
+    assert given["coordinator_address"].startswith("127.0.0.1:")
+    assert given["heartbeat_timeout_seconds"] == cluster.HEARTBEAT
+    assert given["jax_cpu_collectives_implementation"] == "gloo"
+
+
+def test_without_variables_jax_finds_the_others_if_asked(begun):
+    cluster.join()
+    assert begun == []
+    cluster.join(distributed=True)
+    (given,) = begun
+    assert "process_id" not in given
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """This process as the first of two, of which the other gathers a value of its own."""
+
+    def other(changed):
+        monkeypatch.setattr(jax, "process_count", lambda: 2)
+        gathered = lambda x: np.array([x, x + changed], np.uint32)
+        monkeypatch.setattr(multihost_utils, "process_allgather", gathered)
+
+    return other
+
+
+def test_a_process_that_differs_is_named(pair):
+    pair(changed=0)
+    cluster.agree("the weather", "fair")
+    pair(changed=1)
+    with pytest.raises(RuntimeError, match=r"disagree on the weather: \[1\] of 2 .*'fair'"):
+        cluster.agree("the weather", "fair")
+
+
+@pytest.mark.parametrize("sign", ["Gloo: Connection closed by peer", "heartbeat timeout"])
+def test_where_another_process_is_gone_this_one_ends_at_once(pair, monkeypatch, capsys, sign):
+    def leave(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(os, "_exit", leave)
+    pair(changed=0)
+    with pytest.raises(SystemExit, match=str(cluster.LOST)), cluster.together():
+        raise RuntimeError(sign)
+    assert f"another process of this run is gone ({sign})" in capsys.readouterr().err
+    with pytest.raises(RuntimeError, match="another matter"), cluster.together():
+        raise RuntimeError("another matter")
 
 
 def by_variables(count):
@@ -142,6 +210,7 @@ print("LOSS", result.loss)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_one_run_and_a_lost_one_ends_the_other(tmp_path):
     program = TRAINS.format(folder=str(tmp_path / "two"), options="steps=100_000")
     pair = start(program, 2)
@@ -166,6 +235,7 @@ def test_two_processes_are_one_run_and_a_lost_one_ends_the_other(tmp_path):
     assert_same(metrics(tmp_path / "two"), metrics(tmp_path / "alone"))
 
 
+@pytest.mark.slow
 def test_processes_that_disagree_are_told_so():
     program = (
         "from experiments.loop.cluster import agree, join\n"
@@ -180,6 +250,7 @@ def test_processes_that_disagree_are_told_so():
         assert process.returncode != 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("told", [by_slurm, by_tpu_slice])
 def test_processes_that_a_cluster_started_find_each_other(told):
     program = (

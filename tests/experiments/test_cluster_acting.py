@@ -10,6 +10,8 @@ from stabmon.runs.runlog import load_run
 from tests.experiments.test_acting import limited, story, tiny
 from tests.experiments.test_cluster import assert_same, start
 
+pytestmark = pytest.mark.slow
+
 ACTS = """
 from experiments.loop.cluster import join, together
 join()

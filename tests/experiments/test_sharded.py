@@ -17,6 +17,7 @@ from models.gpt import apply, init_params
 from models.sharding import PLACES, batch_spec, shardings, specs
 from tests.models.quick import quick_jit
 
+slow = pytest.mark.slow
 # No two axes of the same length: a shape in a compiled program tells what it is.
 CONFIG = GPTConfig(
     layers=2, model=48, heads=4, kv_heads=2, head_dim=7, feedforward=40, context=8, vocabulary=64
@@ -90,10 +91,10 @@ def assert_same(got, expected):
 @pytest.mark.parametrize(
     ("parallelism", "config", "shape"),
     [
-        ("data", CONFIG, (8, 1)),
-        ("fsdp", CONFIG, (8, 1)),
-        ("tensor", CONFIG, (1, 2)),
-        ("expert", ROUTED, (1, 8)),
+        pytest.param("data", CONFIG, (8, 1), marks=slow),
+        pytest.param("fsdp", CONFIG, (8, 1), marks=slow),
+        pytest.param("tensor", CONFIG, (1, 2), marks=slow),
+        pytest.param("expert", ROUTED, (1, 8), marks=slow),
         ("mixed", ROUTED, (4, 2)),
     ],
 )
@@ -117,9 +118,9 @@ def test_sharded_numbers_are_those_of_one_device(alone, parallelism, config, sha
 @pytest.mark.parametrize(
     ("parallelism", "config", "shape"),
     [
-        ("fsdp", CONFIG, (8, 1)),
-        ("tensor", CONFIG, (1, 2)),
-        ("expert", ROUTED, (1, 8)),
+        pytest.param("fsdp", CONFIG, (8, 1), marks=slow),
+        pytest.param("tensor", CONFIG, (1, 2), marks=slow),
+        pytest.param("expert", ROUTED, (1, 8), marks=slow),
         ("mixed", CONFIG, (4, 2)),
     ],
 )

@@ -108,6 +108,7 @@ def test_alarms_are_the_same_with_an_interruption(tmp_path):
     assert [step for step, key in alarms[0] if "grad_norm" in key] == [25]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_killed_at_a_random_step_and_resumed_is_bit_for_bit_the_same(whole, tmp_path, number):
     config, _ = whole
