@@ -4,6 +4,7 @@ Clipping of updates is Optax's own: `optax.clip_by_global_norm`, and `optax.clip
 after `optax.scale_by_adam` bounds each update's root mean square.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,10 +12,8 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int, PyTree
 
-from optax_ext._matrix_view import MatrixView
-from optax_ext._patterns import rules_for
-from optax_ext._selection import find_matrices
-from stabmon.layout import Layout, find_layout
+from stabmon.layout import Layout, find_layout, leaves_with_paths
+from stabmon.linalg.checks import as_float
 
 
 class QKClipState(NamedTuple):
@@ -57,8 +56,9 @@ def qk_clip(
         A transform whose state is `QKClipState`.
 
     Raises:
-        ValueError: `threshold` is not positive; the layout finds no queries and keys of their own;
-            in `update`, `params` or the logits are missing or of another shape.
+        ValueError: `threshold` is not positive; the layout finds no queries and keys of their own
+            (with latent attention they are products); in `update`, `params` or the logits are
+            missing or of another shape.
 
     >>> kernel = {"kernel": jnp.ones((1, 4, 2, 2))}
     >>> params = {"layers": {"attn": {"q": kernel, "k": kernel}}}
@@ -76,7 +76,8 @@ def qk_clip(
         raise ValueError(f"qk_clip: expected threshold > 0, got {threshold}")
 
     def init_fn(params):
-        shape = _shape(params, layout)
+        # Without leaves these are the placeholders of `optax.tree.map_params`.
+        shape = _shapes(params, layout)["q"][:2] if jax.tree.leaves(params) else (0, 0)
         state: Any = QKClipState(jnp.zeros(shape, jnp.int32), jnp.ones(shape, jnp.float32))
         return state
 
@@ -88,74 +89,72 @@ def qk_clip(
                 "largest logit of each head, layers × heads"
             )
         shape = state.qk_clip_last.shape
-        if max_attention_logits.shape != shape:
+        if jnp.shape(max_attention_logits) != shape:
             raise ValueError(
-                f"qk_clip: max_attention_logits has shape {max_attention_logits.shape}, expected "
-                f"(layers, heads) = {shape}"
+                f"qk_clip: max_attention_logits has shape {jnp.shape(max_attention_logits)}, "
+                f"expected (layers, heads) = {shape}"
             )
-        logits = max_attention_logits.astype(jnp.float32)
+        logits = jnp.asarray(max_attention_logits, jnp.float32)
         above = jnp.isfinite(logits) & (logits > threshold)
         gamma = jnp.where(above, threshold / jnp.where(above, logits, 1), 1)
         leaves, structure = jax.tree.flatten(updates)
         weights = structure.flatten_up_to(params)
-        factors = _factors(params, layout, gamma)
-        held = [leaves[view.index] for view, _ in factors]
+        is_held = (layout or find_layout(params)).selects("q", "k")
+        named = enumerate(leaves_with_paths(params))
+        held = {i: leaves[i] for i, (path, p) in named if is_held(path, p)}
 
         def clip(held):
-            clipped = []
-            for (view, factor), u in zip(factors, held, strict=True):
-                p = weights[view.index]
-                exact = jnp.promote_types(p.dtype, jnp.float32)
-                p, u32 = view.split(p).astype(exact), view.split(u).astype(exact)
-                scale = factor.astype(exact)[:, None, None]
-                new = jnp.where(scale == 1, u32, scale * (p + u32) - p)
-                clipped.append(view.join(new).astype(u.dtype))
-            return clipped
+            factors = jax.tree.leaves(_factors(params, layout, gamma))
+            return {i: _scaled(factors[i], weights[i], u) for i, u in held.items()}
 
         held = jax.lax.cond(jnp.any(above), clip, lambda held: held, held)
-        for (view, _), leaf in zip(factors, held, strict=True):
-            leaves[view.index] = leaf
+        for i, leaf in held.items():
+            leaves[i] = leaf
         new_state: Any = QKClipState(state.qk_clip_count + above, gamma)
         return jax.tree.unflatten(structure, leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def _heads(params: PyTree, layout: Layout | None, role: str) -> list[tuple[MatrixView, int | None]]:
-    """The heads of queries or keys, with the layer of a leaf that holds one layer."""
-    layout = find_layout(params) if layout is None else layout
-    found = []
-    for view in find_matrices(params, role, layout, per_head=True):
-        rule = rules_for(view.path, layout)[0]
-        found.append((view, rule.layer(view.path) if "*" in rule.path else None))
-    return found
+def _collect(params: PyTree, layout: Layout | None) -> tuple[Callable[[PyTree], Any], PyTree]:
+    """The map from leaves to the heads of queries and keys, and what it takes."""
+    found = find_layout(params) if layout is None else layout
+    like = jax.tree.map(lambda p: jax.ShapeDtypeStruct(jnp.shape(p), jnp.float32), params)
+    return lambda tree: found.collect(tree, ("q", "k"), fold=False), like
 
 
-def _shape(params: PyTree, layout: Layout | None) -> tuple[int, int]:
-    """Number of layers and of query heads; (0, 0) without leaves."""
-    if not jax.tree.leaves(params):
-        return 0, 0
-    heads = _heads(params, layout, "q")
-    (view, layer), *_ = heads
-    if layer is None:
-        return view.stack[0], view.count // view.stack[0]
-    return len(heads), view.count
+def _shapes(params: PyTree, layout: Layout | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of the queries (L, N, D, H) and keys (L, K, D, H)."""
+    heads = jax.eval_shape(*_collect(params, layout))
+    if heads.keys() != {"q", "k"}:
+        raise ValueError(
+            "qk_clip: the layout finds no queries and keys of their own, but only "
+            f"{[*heads] or 'other matrices'}; pass layout= with rules for 'q' and 'k'"
+        )
+    return {role: x.shape for role, x in heads.items()}
 
 
 def _factors(
     params: PyTree, layout: Layout | None, gamma: Float[Array, "layers heads"]
-) -> list[tuple[MatrixView, Float[Array, " matrices"]]]:
-    """What each head of each query and key leaf is multiplied by."""
-    layers, heads = gamma.shape
-    keys = _heads(params, layout, "k")
-    shared = sum(view.count for view, _ in keys) // layers
-    least = jnp.min(gamma.reshape(layers, shared, heads // shared), axis=-1)
-    by_key = jnp.sqrt(least)
-    by_query = gamma / jnp.repeat(by_key, heads // shared, axis=1)
-    factors = []
-    for role, factor in ((_heads(params, layout, "q"), by_query), (keys, by_key)):
-        numbers = sorted(layer for _, layer in role if layer is not None)
-        for view, layer in role:
-            own = factor if layer is None else factor[numbers.index(layer)]
-            factors.append((view, own.reshape(-1)))
-    return factors
+) -> PyTree[Float[Array, "..."]]:
+    """What each entry of each leaf is multiplied by: 1 outside of queries and keys."""
+    shapes = _shapes(params, layout)
+    layers, shared = shapes["k"][:2]
+    group = gamma.shape[1] // shared
+    by_key = jnp.sqrt(jnp.min(gamma.reshape(layers, shared, group), axis=-1))
+    by_query = gamma / jnp.repeat(by_key, group, axis=1)
+    # Heads are taken from leaves by a linear map that only moves entries; its transpose puts what
+    # belongs to a head, here the factor's distance from 1, back where the head lies.
+    excess = {"q": by_query - 1, "k": by_key - 1}
+    spread = {role: jnp.broadcast_to(excess[role][..., None, None], shapes[role]) for role in "qk"}
+    (placed,) = jax.linear_transpose(*_collect(params, layout))(spread)
+    return jax.tree.map(lambda x: 1 + x, placed)
+
+
+def _scaled(
+    factor: Float[Array, "*shape"], p: Float[Array, "*shape"], u: Float[Array, "*shape"]
+) -> Float[Array, "*shape"]:
+    """The update that leads to factor·(p + u), `u` itself where the factor is 1."""
+    p = as_float(p, "qk_clip")
+    factor, moved = factor.astype(p.dtype), u.astype(p.dtype)
+    return jnp.where(factor == 1, u, (factor * (p + moved) - p).astype(u.dtype))

@@ -1,20 +1,19 @@
 """One MSign restoration of a stack of matrices, and what is remembered of each.
 
-Pure functions of arrays: which matrices, when, and how they lie in the tree is `_msign.py`.
+Pure functions of arrays: which matrices, when, and how they lie in the tree is not known here.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from stabmon.linalg.sign import matrix_sign, normalised
+from stabmon.linalg.sign import normalised
 
-# σ₁ is approached from below: the stable rank of a Gaussian matrix comes out 2 % high on average,
-# 10 % at worst, and exact where σ₁ stands apart.
+# Power iteration approaches σ₁ from below: the stable rank of a Gaussian matrix comes out 2 % high
+# on average, 10 % at worst, and exact where σ₁ stands apart.
 POWER_ITERATIONS = 8
 POWER_STARTS = 4
 
@@ -22,7 +21,7 @@ Scalar = float | int | Float[Array, ""]
 
 
 class Record(NamedTuple):
-    """What is remembered of each matrix; see `MsignState`."""
+    """`MsignState` without the step: what is remembered of some matrices."""
 
     last: Int[Array, " matrices"]
     rank_before: Float[Array, " matrices"]
@@ -32,26 +31,14 @@ class Record(NamedTuple):
     active: Bool[Array, " matrices"]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """How a matrix is restored; the arguments of `msign` of the same names.
-
-    With `undivided` no leaf is divided along the stack axis.
-    """
-
-    method: str | Callable[[Array], Array]
-    trigger: Scalar | None
-    blend: Scalar
-    max_gain: float | int | None
-    sharding: jax.sharding.NamedSharding | None = None
-    undivided: bool = False
-
-
 def restore(
     w: Float[Array, "matrices m n"],
     record: Record,
+    *,
     step: Int[Array, ""],
-    rule: Rule,
+    sign: Callable[[Array], Array],
+    trigger: Scalar | None,
+    blend: Scalar,
 ) -> tuple[Float[Array, "matrices m n"], Bool[Array, " matrices"], Record]:
     """Restored matrices, which of them are to be used, and the new record.
 
@@ -62,7 +49,9 @@ def restore(
         w: Weights after the base optimizer's update, float32, m ≥ n.
         record: Of these matrices.
         step: Number of this step.
-        rule: How to restore.
+        sign: The matrix sign.
+        trigger: See `msign`.
+        blend: See `msign`.
     """
     x, norm, finite = normalised(w)
     norms, finite = norm[:, 0, 0], finite[:, 0, 0]
@@ -70,33 +59,29 @@ def restore(
     rank = _stable_rank(x, directions)
     chosen = norms > 0
     reference, active = record.reference, record.active
-    sign = lambda x: matrix_sign(x, rule.method, max_gain=rule.max_gain)
-    if rule.trigger is None:
+    if trigger is None:
         s = sign(x)
     else:
         reference = jnp.where((reference == 0) & chosen, rank, reference)
-        release = (1 + rule.trigger) / 2
-        fallen = (rank < rule.trigger * reference) | (active & (rank < release * reference))
+        release = (1 + trigger) / 2
+        fallen = (rank < trigger * reference) | (active & (rank < release * reference))
         chosen = active = chosen & fallen
         s = jax.lax.cond(jnp.any(chosen), sign, lambda x: x, x)
     target = s / _norm(s)
-    if not isinstance(rule.blend, float | int) or rule.blend < 1:
-        target = (1 - rule.blend) * x + rule.blend * target
+    if not isinstance(blend, float | int) or blend < 1:
+        target = (1 - blend) * x + blend * target
         target = target / _norm(target)
     sound = jnp.all(jnp.isfinite(target), axis=(-2, -1))
     chosen = chosen & sound
-    return (
-        target * norm,
-        chosen,
-        Record(
-            last=jnp.where(chosen, step, record.last),
-            rank_before=jnp.where(chosen, rank, record.rank_before),
-            rank_after=jnp.where(chosen, _stable_rank(target, directions), record.rank_after),
-            skipped=record.skipped + ~(finite & sound),
-            reference=reference,
-            active=active,
-        ),
+    new = Record(
+        last=jnp.where(chosen, step, record.last),
+        rank_before=jnp.where(chosen, rank, record.rank_before),
+        rank_after=jnp.where(chosen, _stable_rank(target, directions), record.rank_after),
+        skipped=record.skipped + ~(finite & sound),
+        reference=reference,
+        active=active,
     )
+    return target * norm, chosen, new
 
 
 def _leading_directions(x: Float[Array, "matrices m n"]) -> Float[Array, "matrices n starts"]:
