@@ -18,7 +18,7 @@ from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import replay
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.standard import standard_detectors
-from stabmon.monitor.readings import BRIEF
+from stabmon.quantities import is_brief
 from stabmon.recovery.replay import has_qk_norm
 from stabmon.runs.runlog import Run
 from stabmon.runs.samples import samples
@@ -127,8 +127,7 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
     """The alarms that a run has by default, which sees one lag and what is kept in brief detail."""
     kept = {}
     for key, series in run.metrics.items():
-        monitor, place, rest = key.split("/", 2)
-        brief = BRIEF.fullmatch(f"{monitor}/{rest}") and place == "global"
+        monitor, brief = key.split("/")[0], is_brief(key)
         if monitor.startswith("delta"):
             brief = brief and monitor == f"delta{max(how.lags)}"
         if brief or key == HELD_OUT:

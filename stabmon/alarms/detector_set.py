@@ -12,8 +12,8 @@ from typing import Any
 from stabmon.alarms.detectors.base import Alarm, Detector
 from stabmon.alarms.detectors.grades import GradeWatch, Health
 from stabmon.alarms.diagnosis import Diagnosis, diagnose
+from stabmon.quantities import LOSS
 
-LOSS = "symptoms/global/loss/value"
 _VOTES = 5
 
 
@@ -136,29 +136,23 @@ class DetectorSet:
             self._loss = (count + 1, mix(fast, 0.1), mix(slow, 0.02))
 
     def _located(self, alarm: Alarm) -> Alarm:
-        """The alarm with its layer and head, from its key or from where the metric was worst."""
+        """The alarm with its layer and head, from its key or from where its quantity was worst."""
         if not math.isfinite(alarm.value) or alarm.key.count("/") < 3:
             return alarm
         monitor, layer, *metric = alarm.key.split("/")
         if layer.startswith("layer_"):
             head = self._vote(f"{monitor}/{layer}/{'/'.join(metric[:-1])}/worst_head")
             return replace(alarm, layer=int(layer.removeprefix("layer_")), head=head)
-        for name in self._worst_of(monitor, metric[:-1]):
-            place = self._vote(f"{name}/worst_layer")
-            if place is not None:
-                head = self._vote(f"{name}/worst_head")
-                return replace(alarm, layer=place, head=head)
-        return alarm
-
-    def _worst_of(self, monitor: str, metric: list[str]) -> list[str]:
-        """Metrics whose worst place tells this one's: itself, then its nearest kin."""
-        own = f"{monitor}/global/{'/'.join(metric)}"
-        known = [key.removesuffix("/worst_layer") for key in self._places]
-        kin = [name for name in known if name.startswith(f"{monitor}/global/{metric[0]}/")]
-        return [own, *(kin if len(metric) > 1 else [])]
+        name = f"{monitor}/global/{'/'.join(metric[:-1])}"
+        place = self._vote(f"{name}/worst_layer")
+        if place is None:
+            return alarm
+        return replace(alarm, layer=place, head=self._vote(f"{name}/worst_head"))
 
     def _vote(self, key: str) -> int | None:
-        """The place that most of the last samples agree on."""
+        """The place that the last two samples agree on, or else most of the last five."""
         votes = self._places.get(key, [])
+        if len(votes) > 1 and votes[-1] == votes[-2]:
+            return votes[-1]
         best = max(sorted(set(votes)), key=votes.count, default=None)
         return best if best is not None and 2 * votes.count(best) > len(votes) else None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from stabmon.alarms.detectors.base import Alarm
-from stabmon.alarms.signatures import EXPLAINS, SIGNATURES, Fault, Signature, quantity_of
+from stabmon.alarms.signatures import EXPLAINS, SIGNATURES, Fault, Signature, sign_of
 
 THIN = 0.5
 SLACK = 50
@@ -80,8 +80,8 @@ def diagnose(
     router = any(key.startswith("router/") and "/entropy/" in key for key in measured)
     if router and not _begins(signs, ("router entropy",)):
         signs["router quiet"] = step
-    running = {quantity_of(a) for a in alarms if active is None or a.key in active}
-    for quantity in {quantity_of(alarm) for alarm in alarms} - running:
+    running = {sign_of(a) for a in alarms if active is None or a.key in active}
+    for quantity in {sign_of(alarm) for alarm in alarms} - running:
         signs[f"over: {quantity}"] = step
     weighed: dict[Fault, tuple[float, Signature]] = {}
     for signature in SIGNATURES:
@@ -105,7 +105,7 @@ def diagnose(
     faults = tuple(signature.fault for _, signature in chosen)
     confidence = min(pair[0] for pair in chosen)
     speaks = lambda signature: {
-        quantity_of(alarm) for sign, alarm in first.items() if sign in _relevant(signature, signs)
+        sign_of(alarm) for sign, alarm in first.items() if sign in _relevant(signature, signs)
     }
     joint = min(len(speaks(signature)) for _, signature in chosen)
     fault, parts = faults[0], ()
@@ -119,7 +119,7 @@ def _first_of_each_sign(alarms: Sequence[Alarm]) -> dict[str, Alarm]:
     """The first alarm of each sign, in order of time."""
     first: dict[str, Alarm] = {}
     for alarm in sorted(alarms, key=lambda alarm: alarm.step):
-        if (quantity := quantity_of(alarm)) is not None:
+        if (quantity := sign_of(alarm)) is not None:
             first.setdefault(f"{quantity} {alarm.direction}", alarm)
     return first
 
@@ -177,7 +177,7 @@ def _strength(alarm: Alarm) -> float:
 
 def _words(alarm: Alarm) -> str:
     """One alarm as a clause."""
-    quantity = quantity_of(alarm) or alarm.key
+    quantity = sign_of(alarm) or alarm.key
     if alarm.direction == "non-finite":
         return f"{alarm.key} is {alarm.value} at step {alarm.step}"
     text = (

@@ -4,31 +4,12 @@ A sign is a quantity and where it went, such as "Δ2 down". Data only; how signs
 and weighed is `attribution.py`.
 """
 
-import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from stabmon.alarms.detectors.base import Alarm
+from stabmon.quantities import quantity_of
 
-# First match wins. By rule and key of an alarm, "rule|key".
-_QUANTITIES = (
-    (r"all heads\|.*", "all heads"),
-    (r"shift\|symptoms/[^/]+/grad_norm/.*", "gradient level"),
-    (r".*\|delta\d+/[^/]+/delta[123]/.*", "Δ2"),
-    (r".*\|delta\d+/[^/]+/(query|key)/.*", "ΔW"),
-    (r".*\|delta\d+/[^/]+/[qk]/radial_alignment/.*", "radial alignment"),
-    (r".*\|router/[^/]+/entropy/.*", "router entropy"),
-    (r".*\|router/[^/]+/(max_violation|dead|effective_experts|dropped)/.*", "expert load"),
-    (r".*\|router/[^/]+/margin.*", "router margin"),
-    (r".*\|attention/[^/]+/(entropy|sharp_heads)/.*", "attention entropy"),
-    (r".*\|attention/[^/]+/max_logit/.*", "attention logit"),
-    (r".*\|activations/[^/]+/(rank_ratio\w*|grade)/.*", "rank"),
-    (r".*\|symptoms/[^/]+/grad_norm/.*", "gradient norm"),
-    (r".*\|symptoms/[^/]+/(update_norm|update_ratio)/.*", "update size"),
-    (r".*\|symptoms/[^/]+/nonfinite/.*", "non-finite"),
-    (r".*\|(symptoms|train)/[^/]+/loss/.*", "loss"),
-    (r".*\|evaluation/[^/]+/loss/.*", "held-out loss"),
-)
 SPECTRA = ("Δ2", "ΔW", "radial alignment")
 # Where one of these came first, the spectra follow from what it tells.
 _BEFORE_SPECTRA = (
@@ -219,13 +200,16 @@ EXPLAINS = frozenset(
 )
 
 
-def quantity_of(alarm: Alarm) -> str | None:
-    """What an alarm is about, None if no signature speaks of it.
+def sign_of(alarm: Alarm) -> str | None:
+    """What an alarm is evidence of, None if no signature speaks of it.
 
-    >>> quantity_of(Alarm(10, "z", "delta200/global/delta2/modes/p10", 3.0, 8.0, -9.0))
+    >>> sign_of(Alarm(10, "z", "delta200/global/delta2/modes/p10", 3.0, 8.0, -9.0))
     'Δ2'
     """
     if alarm.direction == "non-finite":
         return "non-finite"
-    subject = f"{alarm.rule}|{alarm.key}"
-    return next((name for pattern, name in _QUANTITIES if re.fullmatch(pattern, subject)), None)
+    quantity = quantity_of(alarm.key)
+    if quantity is None:
+        return None
+    own = (x.evidence for x in quantity.judged if x.rule == alarm.rule and x.evidence)
+    return next(own, quantity.evidence) or None

@@ -1,7 +1,7 @@
-"""The detectors that a run has by default, for the keys that the monitor emits in brief detail.
+"""The detectors that a run has by default, built from the judgements of its quantities.
 
-Thresholds are for a run without clean sisters, judged by its own window after the warm-up; how
-often they go off by mistake is measured by `calibration.py`.
+What is judged, and how, stands in `stabmon.quantities`; here judgements become detectors, for a run
+without clean sisters. How often they raise an alarm by mistake is measured by `calibration.py`.
 """
 
 import math
@@ -16,12 +16,10 @@ from stabmon.alarms.detectors.shifts import Shift
 from stabmon.alarms.detectors.surges import Surge
 from stabmon.alarms.detectors.window import HealthyWindow
 from stabmon.alarms.reference import Reference
+from stabmon.quantities import QUANTITIES, Judged, Quantity
 
-_SPECTRA = r"delta\d+/global/(delta[12]|query)/(modes|entropy|effective_rank)/(p10|mean)"
-_RADIAL = r"delta\d+/global/[qk]/radial_alignment/mean"
 # A healthy run drifts: its router sharpens and its logits grow for thousands of steps.
 _WIDEN = 5.0
-_SYMPTOM = "symptoms/global/{}/value"
 
 
 def standard_detectors(
@@ -32,11 +30,10 @@ def standard_detectors(
     span: int = 1000,
     qk_norm: bool = False,
 ) -> DetectorSet:
-    """A board for a run that is watched by `stabmon.Monitor`.
+    """The detectors of a run that is watched by `stabmon.Monitor`.
 
     Nothing is judged before step `warmup + length`, but for values that are not finite and for
-    fixed limits. Spectra and the router's entropy are judged by the best that the run has been,
-    downwards only: a healthy run's rise while it learns. Metrics that are not sampled cost nothing.
+    fixed limits. Metrics that are not sampled cost nothing.
 
     Args:
         warmup: Steps of learning-rate warm-up.
@@ -54,61 +51,42 @@ def standard_detectors(
         raise ValueError(
             f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
         )
-    twice, once = Patience(2, 0.5, cooldown), Patience(1, 0.5, cooldown)
-    thrice = Patience(3, 0.5, cooldown)
-    first = warmup + length
-
-    def window(floor: float, ratchet: int = 0) -> HealthyWindow:
-        return HealthyWindow(warmup, first, floor=floor, ratchet=ratchet, widen=_WIDEN)
-
-    entropy = "router/global/entropy/(mean|min)"
-    load = "router/global/max_violation/mean"
-    detectors: dict[str, Detector] = {
-        "finite": Threshold("non-finite", ".*", math.inf, once),
-        "nonfinite": Threshold("non-finite", _SYMPTOM.format("nonfinite"), 0.0, once),
-        "logit limit": Threshold("limit", "attention/global/max_logit/max", 1e4, once),
-        "dead": Threshold("limit", "router/global/dead/mean", 0.5, thrice, first),
-        "radial": Threshold("limit", _RADIAL, 0.05, twice, first),
-        "spectra": RobustZ("z", _SPECTRA, window(0.03, 1), "down", 5.0, twice),
-        "spectra drift": Cusum("drift", _SPECTRA, window(0.03, 1), "down", 20.0, patience=once),
-        # A router's entropy falls by a third in a healthy run: no drift detector for it, but one of
-        # a change of pace.
-        "router": RobustZ("z", entropy, window(0.04, 1), "down", patience=twice),
-        "router course": Shift(
-            "shift", "router/global/entropy/mean", warmup, "down", 3.2, 40, 20, patience=once
-        ),
-        "load": RobustZ("z", load, window(0.1), "up", patience=twice),
-        "experts": RobustZ(
-            "z", "router/global/effective_experts/mean", window(0.02), "down", patience=twice
-        ),
-        "experts course": Shift(
-            "shift", "router/global/effective_experts/mean", warmup, "down", patience=once
-        ),
-        "margin": RobustZ("z", "router/global/margin/mean", window(0.05), "up", patience=twice),
-        "heads": AllHeads(window(0.02), patience=Patience(2, 0.75, cooldown)),
-        "entropy": RobustZ(
-            "z", "attention/global/entropy/mean", window(0.07), "down", patience=twice
-        ),
-        "logit": RobustZ("z", "attention/global/max_logit/max", window(0.2), "up", patience=twice),
-        "grade": GradeWatch(first, patience=Patience(1, 0.5, cooldown)),
-        # One batch of a healthy run can be six deviations off: more, or for longer.
-        "gradient spike": Surge(
-            "spike", _SYMPTOM.format("grad_norm"), warmup, threshold=10.0, patience=once
-        ),
-        "gradient": Surge("surge", _SYMPTOM.format("grad_norm"), warmup, patience=twice),
-        "gradient level": Shift("shift", _SYMPTOM.format("grad_norm"), warmup, patience=once),
-        "update": Surge("surge", _SYMPTOM.format("update_(norm|ratio)"), warmup, patience=thrice),
-        "loss spike": Surge(
-            "spike", _SYMPTOM.format("loss"), warmup, threshold=10.0, patience=once
-        ),
-        "loss": Surge("surge", _SYMPTOM.format("loss"), warmup, threshold=5.0, patience=twice),
-        "plunge": Shift("plunge", _SYMPTOM.format("loss"), warmup, "down", 5.0, patience=once),
-        "held out": RobustZ(
-            "z", "evaluation/global/loss/value", window(0.02, -1), "up", patience=twice
-        ),
-    }
-    if qk_norm:
-        del detectors["radial"]
+    once = Patience(1, 0.5, cooldown)
+    detectors: dict[str, Detector] = {"finite": Threshold("non-finite", ".*", math.inf, once)}
+    for quantity in QUANTITIES:
+        if qk_norm and quantity.evidence == "radial alignment":
+            continue
+        for judged in quantity.judged:
+            name = f"{quantity.name}/{','.join(judged.at)} {judged.rule} {judged.side}"
+            detectors[name] = _detector(quantity, judged, warmup, warmup + length, cooldown)
     if reference is not None:
         detectors["bands"] = BandDetector(reference)
     return DetectorSet(detectors, span)
+
+
+def _detector(
+    quantity: Quantity, judged: Judged, warmup: int, first: int, cooldown: int
+) -> Detector:
+    """One judgement as a detector; `first` is the first step after the healthy window."""
+    rule, pattern, side = judged.rule, quantity.pattern(judged.at), judged.side
+    patience = Patience(judged.dwell, 0.5, cooldown)
+    follow = {"up": -1, "down": 1}[side] if judged.ratchet else 0
+    window = HealthyWindow(warmup, first, floor=judged.floor, ratchet=follow, widen=_WIDEN)
+    match rule:
+        case "z":
+            return RobustZ(rule, pattern, window, side, judged.threshold, patience)
+        case "drift":
+            return Cusum(rule, pattern, window, side, judged.threshold, patience=patience)
+        case "surge" | "spike":
+            return Surge(rule, pattern, warmup, side, judged.threshold, patience=patience)
+        case "shift":
+            shape = (judged.threshold, judged.before, judged.recent)
+            return Shift(rule, pattern, warmup, side, *shape, patience=patience)
+        case "limit":
+            return Threshold(
+                rule, pattern, judged.threshold, patience, 0 if judged.from_start else first
+            )
+        case "all heads":
+            return AllHeads(window, patience=Patience(judged.dwell, 0.75, cooldown))
+        case "grade":
+            return GradeWatch(first, patience=Patience(1, 0.5, cooldown))

@@ -7,6 +7,7 @@ of the result in `readings.py`, where matrices lie in `layout.py`.
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,15 +18,12 @@ from jaxtyping import Array, Bool, PyTree
 from stabmon.layout import Layout, leaves_with_paths
 from stabmon.metrics.jacobian import JacobianStats
 from stabmon.monitor import tiers
-from stabmon.monitor.readings import BRIEF, WORST_IS_HIGH, Readings, aggregate
+from stabmon.monitor.readings import Readings, aggregate
 from stabmon.monitor.snapshots import find_state, read_delta
+from stabmon.quantities import Quantity
 
+TIERS = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
 Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
-
-
-def _hits(step: int, cadence: int) -> bool:
-    """Whether `step` is a multiple of `cadence`; never for 0."""
-    return cadence > 0 and step % cadence == 0
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class Monitor:
         symptoms: Of norms of gradients, updates, parameters and the loss.
         lags: Which lags of the ring to measure; None: the longest, which sees most, and with
             detail="full" the shortest too, which gives the lag exponent.
-        detail: "brief" (at most 60 keys, whatever the depth) or "full" (all, by layer).
+        detail: "brief" (at most 80 keys, whatever the depth) or "full" (all, by layer).
         include: Regular expression on `monitor/metric/aggregate`; only these are kept.
         exclude: Regular expression; these are dropped.
         top_k: Experts a token visits, for the router tier.
@@ -100,7 +98,8 @@ class Monitor:
 
     def due(self, step: int) -> tuple[str, ...]:
         """Names of the tiers that are sampled at `step`; empty if none is. For the host."""
-        return tuple(name for name, cadence in self._cadences().items() if _hits(step, cadence))
+        every = self._cadences().items()
+        return tuple(name for name, cadence in every if cadence and step % cadence == 0)
 
     def __call__(
         self,
@@ -203,7 +202,8 @@ class Monitor:
             def kept():
                 rows = {}
                 for name, metrics in measure().items():
-                    names[name], rows[name] = aggregate(name, metrics, WORST_IS_HIGH, self._keeps)
+                    keep = partial(self._keeps, name)
+                    names[name], rows[name] = aggregate(name, metrics, keep)
                 return rows
 
             rows = jax.eval_shape(kept)
@@ -270,8 +270,7 @@ class Monitor:
         )
 
     def _cadences(self) -> dict[str, int]:
-        names = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in TIERS}
 
     def _lags(self, opt_state: PyTree) -> tuple[int, ...]:
         state = find_state(opt_state)
@@ -288,9 +287,11 @@ class Monitor:
             raise ValueError(f"lags {sorted(unknown)} are not tracked; one of {state.lags}")
         return lags
 
-    def _keeps(self, key: str, by_layer: bool) -> bool:
+    def _keeps(self, monitor: str, quantity: Quantity, aggregate: str, by_layer: bool) -> bool:
+        """Whether an aggregate is kept."""
+        key = f"{monitor}/{quantity.metric}/{aggregate}"
         if self.exclude and re.search(self.exclude, key):
             return False
         if self.include:
-            return re.search(self.include, key) is not None
-        return self.detail == "full" or (not by_layer and BRIEF.fullmatch(key) is not None)
+            return bool(re.search(self.include, key))
+        return self.detail == "full" or (not by_layer and aggregate in quantity.brief)

@@ -5,7 +5,6 @@ a handful of outputs however many values it measures. What is measured is decide
 `tiers.py`.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,54 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from stabmon.layout import CANONICAL
 from stabmon.linalg.mesh import replicated
-
-FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"
-# What detail="brief" keeps: the earliest signal of each kind, with where it is worst.
-BRIEF = re.compile(
-    r"(delta\d+/(delta2/effective_rank|delta2/entropy|query/entropy)/(mean|p10|min)"
-    r"|delta\d+/delta2/effective_rank/worst_(layer|head)"
-    r"|delta\d+/q/radial_alignment/(mean|max)"
-    r"|weights/(q|k|mlp_up|mlp_down)/(stable_rank|norm)/mean"
-    r"|attention/(entropy|max_logit)/(mean|min|max)|attention/entropy/worst_(layer|head)"
-    r"|attention/sharp_heads/mean"
-    r"|activations/(rank_ratio|grade)/(mean|min)|activations/rank_ratio/worst_layer"
-    r"|jacobian/(norm|forward)/(mean|max)|jacobian/(growth|danger|converged)/value"
-    r"|router/(entropy|effective_experts|margin)/(mean|min)"
-    r"|router/(similarity|max_violation|dead)/(mean|max)|router/entropy/worst_layer"
-    r"|symptoms/(loss|grad_norm|update_norm|param_norm|update_ratio|nonfinite|first_nonfinite)/value)"
-)
-# Metrics whose bad side is above; of all others it is below.
-WORST_IS_HIGH = frozenset(
-    {
-        "similarity",
-        "layer_correlation",
-        "norm",
-        "forward",
-        "reversed",
-        "query/outliers",
-        "query/excess",
-        "key/outliers",
-        "key/excess",
-        "max_violation",
-        "dead",
-        "z",
-        "max_logit",
-        *(f"{role}/norm" for role in CANONICAL),
-        *(f"{role}/spectral_norm" for role in CANONICAL),
-        *(f"{role}/{tree}_norm" for role in CANONICAL for tree in ("grad", "update")),
-        *(f"{role}/radial_alignment" for role in "qk"),
-        *(f"{name}/lag_exponent" for name in ("query", "key")),
-        "sharp_heads",
-        "sink_mass",
-        "repeated_maximum",
-        "dropped",
-        "balance_ratio",
-        *(f"{name}/norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
-        *(f"{name}/spectral_norm" for name in ("delta1", "delta2", "delta3", "query", "key")),
-    }
-)
+from stabmon.quantities import FIRST_NONFINITE, Quantity, find
 
 
 @jax.tree_util.register_dataclass
@@ -126,14 +79,13 @@ class Readings:
 def aggregate(
     monitor: str,
     metrics: Mapping[str, Float[Array, "..."]],
-    worst_is_high: frozenset[str],
-    keep: Callable[[str, bool], bool],
+    keep: Callable[[Quantity, str, bool], bool],
 ) -> tuple[tuple[str, ...], Float[Array, " values"]]:
     """Aggregates of one monitor's metrics, by layer and over everything, packed in a row.
 
     A scalar gives `metric/value`. An array (L,) gives by layer `metric/value`; an array (L, N)
-    gives by layer mean, p10, p90, the extreme on the bad side (min, or max for the names in
-    `worst_is_high`) and the head that has it. Both give the same over all entries, with the layer
+    gives by layer mean, p10, p90, the extreme on the quantity's bad side (min or max) and the head
+    that has it. Both give the same over all entries, with the layer
     and head of the worst. Never only a maximum or a mean: either hides a single collapsing head.
 
     Metrics of one shape are aggregated together: the size of the compiled program depends neither
@@ -142,32 +94,35 @@ def aggregate(
     Args:
         monitor: First part of the keys.
         metrics: {metric: scalar, (L,) or (L, N)}.
-        worst_is_high: Metrics whose bad side is above.
-        keep: Of ("monitor/metric/aggregate", whether it is by layer), which to keep; a metric of
-            which nothing is kept is not computed.
+        keep: Of (quantity, aggregate, whether it is by layer), which to keep; a metric of which
+            nothing is kept is not computed.
 
     Returns:
         The keys, and the float32 values in their order.
+
+    Raises:
+        ValueError: A metric is not registered in `stabmon.quantities`.
     """
+    known = {name: _registered(monitor, name) for name in metrics}
     by_shape: dict[tuple[int, ...], list[str]] = {}
     for name, x in metrics.items():
-        signs = _signs(x.ndim, name in worst_is_high)
-        if any(keep(f"{monitor}/{name}/{tail}", by_layer) for tail, by_layer in signs):
+        signs = _signs(x.ndim, known[name].extreme)
+        if any(keep(known[name], tail, by_layer) for tail, by_layer in signs):
             by_shape.setdefault(x.shape, []).append(name)
     keys: list[str] = []
     rows: list[Array] = [jnp.zeros(0, jnp.float32)]
     for shape, names in by_shape.items():
         stack = replicated(jnp.stack([metrics[name].astype(jnp.float32) for name in names]))
         # The bad side is turned downwards, so that one minimum serves all.
-        high = [name in worst_is_high for name in names]
+        high = [known[name].bad == "up" for name in names]
         flip = jnp.where(jnp.asarray(high), jnp.float32(-1.0), jnp.float32(1.0))
         tables = _aggregates(stack, flip.reshape((-1,) + (1,) * len(shape)))
         for column, table in enumerate(tables):
             chosen = []
             for i, name in enumerate(names):
-                tail, by_layer = _signs(len(shape), high[i])[column]
+                tail, by_layer = _signs(len(shape), known[name].extreme)[column]
                 layers = [f"layer_{l:02d}" for l in range(shape[0])] if by_layer else ["global"]
-                if keep(f"{monitor}/{name}/{tail}", by_layer):
+                if keep(known[name], tail, by_layer):
                     keys += [f"{monitor}/{layer}/{name}/{tail}" for layer in layers]
                     chosen.append(i)
             whole = len(chosen) == len(names)
@@ -175,9 +130,16 @@ def aggregate(
     return tuple(keys), jnp.concatenate(rows)
 
 
-def _signs(ndim: int, high: bool) -> list[tuple[str, bool]]:
+def _registered(monitor: str, metric: str) -> Quantity:
+    """The quantity of a metric that a tier emits."""
+    quantity = find(monitor, metric)
+    if quantity is None:
+        raise ValueError(f"{monitor}/{metric} is not registered: add it to stabmon.quantities")
+    return quantity
+
+
+def _signs(ndim: int, side: str) -> list[tuple[str, bool]]:
     """Names of the aggregates of an array of `ndim` axes, and whether each is by layer."""
-    side = "max" if high else "min"
     if ndim == 0:
         return [("value", False)]
     overall = [(tail, False) for tail in ("mean", "p10", "p90", side, "worst_layer")]

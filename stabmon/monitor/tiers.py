@@ -260,8 +260,9 @@ def symptom_metrics(
     """The loss; norms of parameters, gradients and updates, globally and by family and layer.
 
     `nonfinite` counts the leaves of gradients and updates that have a non-finite entry, or squares
-    that overflow; `first_nonfinite` is the index of the first such leaf, −1 if there is none. Both
-    follow from the sums of squares, so that each array is read once.
+    that overflow; `first_nonfinite` is the index of the first such leaf of the gradients, or of the
+    updates if all gradients are finite, −1 if there is none. Both follow from the sums of squares,
+    so that each array is read once.
     """
     trees = {"param_norm": params, "grad_norm": grads, "update_norm": updates}
     trees = {name: tree for name, tree in trees.items() if tree is not None}
@@ -275,7 +276,8 @@ def symptom_metrics(
     if moving:
         broken = ~jnp.isfinite(jnp.stack([squares[name] for name in moving]))
         out["nonfinite"] = jnp.sum(broken, dtype=jnp.float32)
-        first = jnp.argmax(jnp.any(broken, axis=0)).astype(jnp.float32)
+        # Row by row, gradients first: clipping by the global norm spreads one NaN over all updates.
+        first = (jnp.argmax(broken) % broken.shape[1]).astype(jnp.float32)
         out["first_nonfinite"] = jnp.where(out["nonfinite"] > 0, first, -jnp.ones_like(first))
     for name in moving:
         for role, w in layout.collect(trees[name], fold=False).items():

@@ -4,7 +4,6 @@ What lives here: which metrics are compared and how each is judged, and `compare
 references, detectors and lead times themselves (`stabmon.alarms`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,14 +12,10 @@ import numpy as np
 from stabmon.alarms.detectors.base import BandDetector
 from stabmon.alarms.lead import Lead, lead_times, replay
 from stabmon.alarms.reference import Judged, Reference, learn
-from stabmon.output.panels import Panel, default_panels, split_key
-from stabmon.output.ranking import LOSSES
+from stabmon.output.panels import default_panels
 from stabmon.output.verdict import first_onset
+from stabmon.quantities import HELD_OUT, LOSS, quantity_of, split_key, title_of
 from stabmon.runs.runlog import Run
-
-# Metrics that sit at another level for every seed are judged by the run's own healthy window.
-_OWN = re.compile(r"(norm|stable_rank|max_logit|entropy|rank_ratio)$")
-_NOT_OWN = re.compile(r"(grad_norm|delta\d+/.*)$")
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ def learn_reference(runs: Sequence[Run], window: tuple[int, int] | None = None) 
         raise ValueError(f"--reference: {', '.join(sorted(twice))} is given twice: no other seed")
     last = min(_last_step(run) for run in runs)
     window = window or (last // 20, 3 * last // 20)
-    judged: dict[str, Judged] = {key: _judged(key) for key in _keys(runs).values()}
+    judged: dict[str, Judged] = {key: _judged(key) for key in _keys(runs)}
     keys: dict[str, Judged] = {
         key: how for key, how in judged.items() if _usable(runs, key, how, window)
     }
@@ -98,46 +93,39 @@ def compare(
             )
         alarms = replay(run, BandDetector(reference, threshold=threshold, dwell=dwell))
         onset = first_onset(run)
-        loss = next((key for key in LOSSES if key in bands), "")
-        names = _names(run, bands)
+        loss = next((key for key in (HELD_OUT, LOSS) if key in bands), "")
+        names = _names(bands)
         out.append(Comparison(run, onset, lead_times(alarms, names, loss, _last_step(run), onset)))
     return out
 
 
-def _keys(runs: Sequence[Run]) -> dict[str, str]:
-    """Title → key of what is compared: low heads for spectra of changes, else the mean."""
+def _keys(runs: Sequence[Run]) -> list[str]:
+    """Keys of what is compared: of each panel the aggregate that its quantity is compared by."""
     common = set.intersection(*(set(run.metrics) for run in runs))
-    chosen = {}
+    chosen = []
     for panel in default_panels(runs):
-        keys = (panel.low_key if _is_change(panel) else panel.mean_key, panel.mean_key)
-        found = next((key for key in keys if key in common), None)
-        if found:
-            chosen[panel.title] = found
+        parts, quantity = split_key(panel.mean_key), quantity_of(panel.mean_key)
+        keys = [panel.mean_key]
+        if parts and quantity:
+            keys.insert(0, f"{parts.monitor}/global/{parts.metric}/{quantity.low}")
+        chosen += [key for key in keys if key in common][:1]
     return chosen
 
 
-def _names(run: Run, keys: Sequence[str]) -> Mapping[str, str]:
+def _names(keys: Sequence[str]) -> Mapping[str, str]:
     """Name for people → key, for the keys of a reference."""
-    titles = {split_key(x.mean_key): x.title for x in default_panels([run])}
-    quantities = {key.quantity: title for key, title in titles.items() if key}
     names: dict[str, str] = {}
     for key in keys:
         parts = split_key(key)
-        name = quantities.get(parts.quantity, parts.quantity) if parts else key
+        name = title_of(parts.quantity) if parts else key
         names[name if name not in names else key] = key
     return names
 
 
-def _is_change(panel: Panel) -> bool:
-    """Whether a panel is about what an update changed."""
-    return panel.mean_key.startswith("delta")
-
-
 def _judged(key: str) -> Judged:
     """How a metric is judged."""
-    parts = split_key(key)
-    name = parts.quantity if parts else key
-    return "own" if _OWN.search(name) and not _NOT_OWN.search(name) else "reference"
+    quantity = quantity_of(key)
+    return "own" if quantity is not None and quantity.own_level else "reference"
 
 
 def _usable(runs: Sequence[Run], key: str, judged: Judged, window: tuple[int, int]) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from stabmon.output.panels import Panel, split_key
+from stabmon.output.panels import Panel
 from stabmon.output.styles import FAULT, INK, Style, numbers
+from stabmon.quantities import split_key
 
 
 def alarm(panel: Panel, style: Style) -> tuple[dict[str, Any], dict[str, Any]] | None:

@@ -1,44 +1,21 @@
 """Which curves a report shows: panels chosen from the keys that the runs have, and their data.
 
-What lives here: `Panel`, `default_panels`, the split of a metric key into its parts, and the
-thinning of long series. What does not: colours and Plotly (`figures`), the page (`report`).
+What lives here: `Panel`, `default_panels`, and the thinning of long series. What does not: which
+quantities have a panel (`stabmon.quantities`), colours and Plotly (`figures`), the page (`report`).
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from stabmon.quantities import QUANTITIES, find, split_key, title_of
 from stabmon.runs.runlog import Run
 
 POINTS = 1500
-_KEY = re.compile(r"([^/]+)/(global|layer_\d+)/(.+)/([^/]+)")
-_MODES = ("modes", "effective_rank", "entropy", "stable_rank")
-_STAT_NAMES = {"modes": "modes", "effective_rank": "effective rank", "entropy": "entropy"}
-
-
-class Key(NamedTuple):
-    """A metric key by its parts: `delta50/layer_03/delta2/modes/p10`.
-
-    Attributes:
-        monitor: `delta50`.
-        scope: `layer_03`, or `global`.
-        metric: `delta2/modes`.
-        aggregate: `p10`.
-    """
-
-    monitor: str
-    scope: str
-    metric: str
-    aggregate: str
-
-    @property
-    def quantity(self) -> str:
-        """What is measured, wherever and however aggregated: `delta50/delta2/modes`."""
-        return f"{self.monitor}/{self.metric}"
+_PANELS = list(dict.fromkeys(quantity.panel for quantity in QUANTITIES if quantity.panel))
 
 
 @dataclass(frozen=True)
@@ -64,60 +41,11 @@ class Panel:
     unit: str = ""
 
 
-class _Rule(NamedTuple):
-    """What to show if it is there: the first of `metrics` found, once for each monitor."""
-
-    title: str
-    monitor: str
-    metrics: tuple[str, ...]
-    log: bool = False
-    unit: str = ""
-
-
-def _spectra(*names: str) -> tuple[str, ...]:
-    """The spectrum statistics of some matrices, best first."""
-    return tuple(f"{name}/{stat}" for name in names for stat in _MODES)
-
-
-_RULES = (
-    _Rule("Held-out loss", "evaluation", ("loss",), unit="nats per token"),
-    _Rule("Loss", "(?!evaluation).*", ("loss",), unit="nats per token"),
-    _Rule("Gradient norm", ".*", ("grad_norm",), log=True),
-    _Rule("Δ2 {stat}", r"delta\d+", _spectra("delta2")),
-    _Rule("ΔW {stat}", r"delta\d+", _spectra("delta_w", "dw", "query", "dw_q", "key", "dw_k")),
-    _Rule("Alignment of ΔW_q with W_q", r"delta\d+", ("q/radial_alignment", "radial_alignment")),
-    _Rule("Attention entropy", ".*", ("attention_entropy", "attention/entropy"), unit="nats"),
-    _Rule("Attention entropy", "attention", ("entropy",), unit="nats"),
-    _Rule("Largest attention logit", ".*", ("max_logit", "attention/max_logit"), log=True),
-    _Rule("Stable rank of W_q", "weights?|spectrum", ("q/stable_rank", "stable_rank")),
-    _Rule("Norm of W_q", "weights?|spectrum", ("q/norm",)),
-    _Rule("Rank ratio of activations", ".*", ("rank_ratio",)),
-    _Rule("Router entropy", "router", ("entropy",), unit="nats"),
-)
-
-
-def split_key(key: str) -> Key | None:
-    """Returns the parts of a metric key, None if it does not have the form.
-
-    Args:
-        key: Such as `delta50/global/delta2/modes/mean`.
-
-    Example:
-        >>> split_key("delta50/layer_03/delta2/modes/p10").quantity
-        'delta50/delta2/modes'
-        >>> split_key("loss") is None
-        True
-    """
-    match = _KEY.fullmatch(key)
-    return Key(*match.groups()) if match else None
-
-
 def default_panels(runs: Sequence[Run]) -> list[Panel]:
     """Returns the panels for which the runs have data, best known signals in a fixed order.
 
-    Loss and gradient norm, modes of Δ2 and ΔW at each lag, alignment, attention entropy and
-    logits, ranks and norms of weights, activations, router. Where none of these is there: all
-    quantities, twelve at most.
+    Panels and their order are those of the registered quantities; spectra have one at each lag.
+    Where none of these is there: all quantities, twelve at most.
 
     Args:
         runs: The runs to be shown together.
@@ -127,26 +55,19 @@ def default_panels(runs: Sequence[Run]) -> list[Panel]:
         parts = split_key(key)
         if parts and parts.scope == "global":
             aggregates.setdefault(parts.quantity, {})[parts.aggregate] = key
-    monitors = sorted({name.split("/")[0] for name in aggregates}, key=_natural)
-    panels = []
-    for rule in _RULES:
-        for monitor in filter(re.compile(rule.monitor).fullmatch, monitors):
-            found = [m for m in rule.metrics if f"{monitor}/{m}" in aggregates]
-            if found:
-                keys = aggregates[f"{monitor}/{found[0]}"]
-                title = rule.title.format(stat=_stat_name(found[0]))
-                lag = re.fullmatch(r"delta(\d+)", monitor)
-                title += f", lag {lag[1]}" if lag else ""
-                panels.append(_panel(title, keys, rule.log, rule.unit))
-    if not panels:
-        panels = [_panel(name, keys) for name, keys in list(aggregates.items())[:12]]
-    return panels
-
-
-def _stat_name(metric: str) -> str:
-    """What a person calls a spectrum statistic."""
-    stat = metric.split("/")[-1]
-    return _STAT_NAMES.get(stat, stat.replace("_", " "))
+    order = {quantity.name: i for i, quantity in enumerate(QUANTITIES)}
+    shown: dict[tuple[int, tuple[str | int, ...]], tuple[int, Panel]] = {}
+    for name, keys in aggregates.items():
+        monitor, _, metric = name.partition("/")
+        quantity = find(monitor, metric)
+        if quantity is None or not quantity.panel:
+            continue
+        place = (_PANELS.index(quantity.panel), natural(monitor))
+        drawn = _panel(title_of(name), keys, quantity.log, quantity.unit)
+        if place not in shown or order[quantity.name] < shown[place][0]:
+            shown[place] = (order[quantity.name], drawn)
+    panels = [shown[place][1] for place in sorted(shown)]
+    return panels or [_panel(name, keys) for name, keys in list(aggregates.items())[:12]]
 
 
 def _panel(title: str, keys: dict[str, str], log: bool = False, unit: str = "") -> Panel:
@@ -186,7 +107,7 @@ def layers_over_steps(
         return None
     order = (wanted.aggregate, "mean", "value", min(by_aggregate))
     keys = by_aggregate[next(name for name in order if name in by_aggregate)]
-    layers = sorted(keys, key=_natural)
+    layers = sorted(keys, key=natural)
     steps = np.unique(np.concatenate([run.metrics[keys[layer]][0] for layer in layers]))
     grid = np.full((len(layers), len(steps)), np.nan)
     for row, layer in enumerate(layers):
@@ -225,6 +146,6 @@ def thin(
     return steps[index], values[index]
 
 
-def _natural(name: str) -> tuple[str | int, ...]:
+def natural(name: str) -> tuple[str | int, ...]:
     """Sorts `delta50` before `delta200`."""
     return tuple(int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name))

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 
 from stabmon.output.figures import layer_figure, line_figure, share_colors
-from stabmon.output.panels import Panel, default_panels, split_key
+from stabmon.output.panels import Panel, default_panels
 from stabmon.output.sections import event_list, lead_table, legend, set_up, story_table
 from stabmon.output.styles import Style, styles
 from stabmon.output.verdict import alarm_table, default_verdict, story
+from stabmon.quantities import split_key
 from stabmon.runs.runlog import Run, load_run
 
 _MAPS = 3

@@ -4,24 +4,11 @@ What lives here: `alarm_table`, `default_verdict` and `story`, all from the even
 the runs themselves recorded. What does not: raising alarms (`stabmon.alarms`), HTML (`sections`).
 """
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from stabmon.output.panels import default_panels, split_key
+from stabmon.quantities import split_key, title_of
 from stabmon.runs.runlog import Run
-
-_MATRICES = {"delta1": "Δ1", "delta2": "Δ2", "delta3": "Δ3", "query": "ΔW", "key": "ΔW_k"}
-_SPECTRUM = re.compile(r"delta(\d+)/(delta[123]|query|key)/(\w+)")
-_OTHERS = {
-    "symptoms/update_norm": "Norm of the update",
-    "symptoms/update_ratio": "Update over weight norm",
-    "symptoms/nonfinite": "Non-finite gradient leaves",
-    "router/max_violation": "Expert load, largest violation",
-    "router/margin": "Router margin",
-    "router/dead": "Dead experts",
-    "router/effective_experts": "Effective experts",
-}
 
 
 def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
@@ -34,12 +21,12 @@ def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:
     Args:
         runs: Runs as they were read.
     """
-    rows, titles = [], _titles(runs)
+    rows = []
     for run in runs:
         first = _first_alarms(run)
         onset, loss = first_onset(run), _loss_alarm(first)
         for name, step in first.items():
-            row = {"run": run.name, "monitor": titles.get(name, _in_words(name)), "first": step}
+            row = {"run": run.name, "monitor": title_of(name), "first": step}
             row["after"] = None if onset is None else step - onset
             row["lead"] = (_last_step(run) if loss is None else loss) - step
             row["lead_is_bound"] = loss is None
@@ -66,7 +53,7 @@ def default_verdict(runs: Sequence[Run]) -> str:
     found = named(run.events)
     text = f"{run.name}: " if found is None else f"{run.name}: {_finding(found)}. "
     text += "first" if found is None else "First"
-    text += f" alarm at step {step:,} from {_titles(runs).get(name, _in_words(name))}"
+    text += f" alarm at step {step:,} from {title_of(name)}"
     if onset is not None:
         side = "after" if step >= onset else "before"
         text += f", {abs(step - onset):,} steps {side} the fault set in"
@@ -148,21 +135,6 @@ def first_onset(run: Run) -> int | None:
     """
     onsets = [fault["onset"] for fault in run.faults if isinstance(fault.get("onset"), int)]
     return min(onsets, default=None)
-
-
-def _titles(runs: Sequence[Run]) -> dict[str, str]:
-    """What a person calls the quantities that the report shows, and some that it does not."""
-    shown = [(split_key(panel.mean_key), panel.title) for panel in default_panels(runs)]
-    return _OTHERS | {key.quantity: title for key, title in shown if key is not None}
-
-
-def _in_words(quantity: str) -> str:
-    """What a person calls a spectrum that no panel shows; others as they are."""
-    match = _SPECTRUM.fullmatch(quantity)
-    if match is None:
-        return quantity
-    lag, matrix, statistic = match.groups()
-    return f"{_MATRICES[matrix]} {statistic.replace('_', ' ')}, lag {lag}"
 
 
 def _first_alarms(run: Run) -> dict[str, int]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
-from stabmon.output.panels import Key, split_key
+from stabmon.quantities import Key, split_key
 from stabmon.runs.runlog import RunLog
 
 JsonlWriter = RunLog

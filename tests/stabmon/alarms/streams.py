@@ -56,7 +56,7 @@ def stream(seed, steps, onset=None, factors=None, dense=False, first=0):
                 x *= factor(step - onset) if callable(factor) else factor
             values[key] = float(x)
         if values:
-            values["delta200/global/delta2/effective_rank/worst_layer"] = 3.0
-            values["delta200/global/delta2/effective_rank/worst_head"] = 1.0
+            values["delta200/global/delta2/modes/worst_layer"] = 3.0
+            values["delta200/global/delta2/modes/worst_head"] = 1.0
             values["symptoms/global/nonfinite/value"] = 0.0
             yield step, values

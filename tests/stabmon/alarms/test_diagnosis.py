@@ -7,7 +7,7 @@ import pytest
 
 from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.diagnosis import diagnose
-from stabmon.alarms.signatures import Fault, quantity_of
+from stabmon.alarms.signatures import Fault, sign_of
 from tests.stabmon.alarms.streams import (
     DELTA2,
     ENTROPY,
@@ -70,9 +70,9 @@ CASES = {
         [down(RANK, rule="danger"), up(GRADIENT), up(LOSS)],
     ],
     Fault.REPEATED_DATA: [
-        [down(LOSS, rule="plunge")],
-        [down(LOSS, rule="plunge"), down(ENTROPY)],
-        [down(LOSS, rule="plunge"), down(DELTA2, 900), down(QUERY, 900)],
+        [down(LOSS, rule="shift")],
+        [down(LOSS, rule="shift"), down(ENTROPY)],
+        [down(LOSS, rule="shift"), down(DELTA2, 900), down(QUERY, 900)],
     ],
     Fault.NONFINITE: [
         [Alarm(600, "non-finite", LOSS, math.nan, math.nan, math.nan)],
@@ -103,7 +103,7 @@ def test_the_fault_is_named(fault, alarms):
     diagnosis = diagnose(1000, alarms)
     assert diagnosis.fault is fault, diagnosis
     assert (diagnosis.confidence >= 0.5) == (fault is not Fault.UNKNOWN)
-    assert bool(diagnosis.evidence) == any(quantity_of(alarm) for alarm in alarms)
+    assert bool(diagnosis.evidence) == any(sign_of(alarm) for alarm in alarms)
     json.dumps(diagnosis.event())
 
 

@@ -23,7 +23,7 @@ def _values(step, faulty, rng):
     heads[2, 1] -= 4.5 * np.tanh(3 * gone)
     series = {
         "delta50/{}/delta2/modes": heads * (1 - 0.35 * np.tanh(2 * gone)),
-        "delta50/{}/delta_w/modes": 1.6 * heads * (1 - 0.25 * np.tanh(1.5 * gone)),
+        "delta50/{}/query/modes": 1.6 * heads * (1 - 0.25 * np.tanh(1.5 * gone)),
         "attention/{}/entropy": 2.4 + 0.1 * heads * np.exp(-max(0.0, gone - 0.9)),
         "attention/{}/max_logit": heads * (1 + step / STEPS) * np.exp(2 * max(0, gone - 0.8)),
     }
@@ -63,7 +63,7 @@ def write_run(folder, *, faulty):
             log.sample(step, _values(step, faulty, rng), tokens=768 * step)
         alarms = {
             "delta50/global/delta2/modes/mean": 680,
-            "delta50/global/delta_w/modes/p10": 720,
+            "delta50/global/query/modes/p10": 720,
             "attention/global/entropy/mean": 1310,
             "symptoms/global/grad_norm/value": 1060,
             "symptoms/global/loss/value": 1780,

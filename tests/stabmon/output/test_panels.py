@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabmon.output.panels import Panel, default_panels, layers_over_steps, split_key, thin
+from stabmon.output.panels import Panel, default_panels, layers_over_steps, thin
+from stabmon.quantities import split_key
 from stabmon.runs.runlog import Run, load_run
 
 
@@ -35,7 +36,7 @@ def test_the_demo_has_the_panels_of_its_keys(demo_runs):
         "Loss",
         "Gradient norm",
         "Δ2 modes, lag 50",
-        "ΔW modes, lag 50",
+        "ΔW_q modes, lag 50",
         "Attention entropy",
         "Largest attention logit",
         "Stable rank of W_q",

@@ -20,7 +20,7 @@ def test_the_demo_is_told_in_order_of_the_alarms(demo_runs):
     table = alarm_table([load_run(folder) for folder in demo_runs])
     assert [row["monitor"] for row in table] == [
         "Δ2 modes, lag 50",
-        "ΔW modes, lag 50",
+        "ΔW_q modes, lag 50",
         "Gradient norm",
         "Attention entropy",
         "Loss",
