@@ -39,8 +39,8 @@ from experiments.support.rows import Row, measured, rows_there
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import Lead, lead_times, replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import Lead, first_by_key, lead_times
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.report import write_report
 from stabmon.runs.runlog import Run, load_run
@@ -172,9 +172,9 @@ def one_seed(config: Config, seed: int, reference: Reference) -> Result:
         raise ValueError(f"seed {seed} is in the reference: it would judge itself")
     faulty = run_one(config, seed, True, config.reference)
     clean = run_one(config, seed, False, config.reference)
-    alarms = replay(faulty, BandDetector(reference))
+    alarms = first_by_key(faulty, BandDetector(reference))
     table = lead_times(alarms, KEYS, HELD_OUT, config.steps, config.onset)
-    false_alarms = replay(clean, BandDetector(reference))
+    false_alarms = first_by_key(clean, BandDetector(reference))
     return Result(faulty, clean, table, [k for k in KEYS if KEYS[k] in false_alarms])
 
 

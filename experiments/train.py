@@ -39,8 +39,8 @@ from experiments.loop.session import identity, interruptible
 from experiments.loop.sinks import Sink, open_sinks
 from experiments.loop.step import MonitorConfig, make_step
 from models.config import GPTConfig
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Reference
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
 from stabmon.runs.runlog import load_run
@@ -192,7 +192,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         detector = None
         if config.reference is not None and acting is None:
             detector = BandDetector(Reference.load(config.reference))
-            replay(load_run(folder), detector, before=step)
+            first_by_key(load_run(folder), detector, before=step)
         armed = np.float32(config.armed)
         pending, begun = None, step
         # The step that begins a run is not sampled: it would wait for the monitors' compilation.

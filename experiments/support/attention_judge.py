@@ -14,8 +14,8 @@ import numpy as np
 from experiments.attention_fault import MONITORS
 from experiments.train import HELD_OUT
 from stabmon.alarms.detector_set import LOSS
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.standard import standard_detectors
 from stabmon.quantities import is_brief
@@ -70,7 +70,7 @@ def judge(run: Run, healthy: Sequence[Run], matched: Run | None, how: Judge) -> 
     kinds: dict[str, Judged] = dict.fromkeys(spectra.values(), "reference")
     kinds |= dict(MONITORS.values())
     reference = learn(healthy, kinds, how.window)
-    alarms = {key: alarm.step for key, alarm in replay(run, BandDetector(reference)).items()}
+    alarms = {key: alarm.step for key, alarm in first_by_key(run, BandDetector(reference)).items()}
     scores = {name: _scores(run, reference, key) for name, key in spectra.items()}
     steps, loss = run.metrics[HELD_OUT]
     found = {
@@ -102,7 +102,10 @@ def _scores(run: Run, reference: Reference, key: str) -> tuple[np.ndarray, np.nd
     """Steps of a metric, and its distances from the band."""
     steps, values = run.metrics[key]
     detector = BandDetector(reference)
-    z = [detector.score(key, int(s), float(x)) for s, x in zip(steps, values, strict=True)]
+    z = []
+    for step, value in zip(steps.tolist(), values.tolist(), strict=True):
+        found = detector.score(key, step, value) if np.isfinite(value) else None
+        z.append(found.z if found else (0.0 if np.isfinite(value) else np.nan))
     return np.asarray(steps), np.asarray(z)
 
 

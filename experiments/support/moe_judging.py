@@ -32,8 +32,8 @@ from experiments.support.verdicts import CLEAN, judge
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.gpt import apply
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.signatures import Fault
 from stabmon.monitor.tiers import router_metrics
@@ -137,7 +137,7 @@ class Judging:
         faults = faults_of(arm)
         truth = CLEAN if clean else str(faults[0] if len(faults) == 1 else Fault.SEVERAL)
         verdict = judge(run.events, arm, seed, truth, onset, moe.steps, start)
-        bands = replay(run, BandDetector(self.reference()))
+        bands = first_by_key(run, BandDetector(self.reference()))
         after, directions = {}, {}
         for name, (key, _) in MONITORS.items():
             alarm = bands.get(self.key(key))

@@ -8,9 +8,10 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.base import Detector
+from stabmon.alarms.lead import alarms_of
 from stabmon.runs.runlog import Run
-from stabmon.runs.samples import samples
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,7 @@ class Calibration:
 
 def calibrate(
     runs: Sequence[Run],
-    build: Callable[[float], Detector],
+    build: Callable[[float], Detector | DetectorSet],
     candidates: Sequence[float],
     rate: float = 1.0,
 ) -> Calibration:
@@ -66,7 +67,7 @@ def calibrate(
         )
     lengths = [_steps(run) for run in runs]
     thresholds = sorted(candidates)
-    counts = {t: [count_alarms(run, build(t)) for run in runs] for t in thresholds}
+    counts = {t: [len(alarms_of(run, build(t))) for run in runs] for t in thresholds}
 
     def smallest(chosen: Sequence[int]) -> float:
         steps = sum(lengths[i] for i in chosen)
@@ -91,11 +92,6 @@ def calibrate(
         steps,
         poisson_bound(sum(alarms)) * per,
     )
-
-
-def count_alarms(run: Run, detector: Detector) -> int:
-    """Alarms that a recorded run raises in a fresh detector, fed sample by sample."""
-    return sum(len(detector.update(step, values)) for step, values in samples(run))
 
 
 def _steps(run: Run) -> int:

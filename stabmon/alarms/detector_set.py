@@ -11,6 +11,7 @@ from typing import Any
 
 from stabmon.alarms.detectors.base import Alarm, Detector
 from stabmon.alarms.detectors.grades import GradeWatch, Health
+from stabmon.alarms.detectors.nonfinite import Incidents
 from stabmon.alarms.diagnosis import Diagnosis, diagnose
 from stabmon.quantities import LOSS
 
@@ -36,6 +37,7 @@ class DetectorSet:
     detectors: dict[str, Detector]
     span: int = 1000
     recent: list[Alarm] = field(default_factory=list)
+    _incidents: Incidents = field(default_factory=Incidents)
     _step: int = 0
     _measured: set[str] = field(default_factory=set)
     _places: dict[str, list[int]] = field(default_factory=dict)
@@ -44,21 +46,14 @@ class DetectorSet:
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample, any subset of the metrics; the alarms that it raises.
 
-        Of values that are not finite, one alarm for each monitor: a NaN in the loss is in all
-        metrics one step later.
+        Of values that are not finite, one alarm an incident: a NaN in the loss is in all metrics
+        one step later.
         """
         self._step = step
         self._measured.update(values)
         self._note(values)
-        raised, broken = [], set()
-        for detector in self.detectors.values():
-            for alarm in detector.update(step, values):
-                if not math.isfinite(alarm.value):
-                    monitor = alarm.key.split("/")[0]
-                    if monitor in broken:
-                        continue
-                    broken.add(monitor)
-                raised.append(self._located(alarm))
+        every = [x for detector in self.detectors.values() for x in detector.update(step, values)]
+        raised = [self._located(alarm) for alarm in self._incidents.admitted(values, every)]
         active = set(self.active())
         self.recent = [
             a for a in (*self.recent, *raised) if a.step > step - self.span or a.key in active
@@ -98,6 +93,7 @@ class DetectorSet:
         return {
             "detectors": {name: detector.state() for name, detector in self.detectors.items()},
             "recent": [asdict(alarm) for alarm in self.recent],
+            "broken": dict(self._incidents.broken),
             "step": self._step,
             "measured": sorted(self._measured),
             "places": {key: list(votes) for key, votes in self._places.items()},
@@ -118,6 +114,7 @@ class DetectorSet:
         for name, detector in self.detectors.items():
             detector.restore(state["detectors"][name])
         self.recent = [Alarm(**row) for row in state["recent"]]
+        self._incidents = Incidents(dict(state["broken"]))
         self._step = int(state["step"])
         self._measured = set(state["measured"])
         self._places = {key: [int(x) for x in votes] for key, votes in state["places"].items()}

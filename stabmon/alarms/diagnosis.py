@@ -99,7 +99,7 @@ def diagnose(
     chosen = ranked[:1] if final else [pair for pair in ranked if pair[0] >= THIN]
     relevant = [sign for _, signature in chosen for sign in _relevant(signature, signs)]
     own = [alarm for sign, alarm in first.items() if sign in relevant]
-    words = [_words(alarm) for alarm in sorted(own, key=lambda alarm: -_strength(alarm))]
+    words = [_words(alarm) for alarm in sorted(own, key=lambda alarm: -alarm.strength)]
     words += _context(relevant, router)
     places = [a for a in alarms if any(a.key == b.key for b in own)]
     faults = tuple(signature.fault for _, signature in chosen)
@@ -169,10 +169,6 @@ def _unexplained(ranked: list[tuple[float, Signature]]) -> list[tuple[float, Sig
 def _relevant(signature: Signature, signs: Mapping[str, int]) -> list[str]:
     names = [name for group in signature.needs for name in group] + list(signature.supports)
     return [sign for sign in signs if any(_is(sign, name) for name in names)]
-
-
-def _strength(alarm: Alarm) -> float:
-    return abs(alarm.z) if alarm.z == alarm.z else float("inf")
 
 
 def _words(alarm: Alarm) -> str:

@@ -1,10 +1,15 @@
-"""How early each monitor spoke: first alarms of a recorded run, and their lead over the loss."""
+"""Recorded runs fed to a detector: its alarms, the first of each metric, and their lead times.
+
+What a whole watcher says about a recorded run is `stabmon.recovery.replay`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stabmon.alarms.detectors.base import Alarm, BandDetector
+from stabmon.alarms.detector_set import DetectorSet
+from stabmon.alarms.detectors.base import Alarm, Detector
 from stabmon.runs.runlog import Run
+from stabmon.runs.samples import samples
 
 
 @dataclass(frozen=True)
@@ -29,24 +34,28 @@ class Lead:
     lead_is_bound: bool
 
 
-def replay(run: Run, detector: BandDetector, before: int | None = None) -> dict[str, Alarm]:
-    """Feed a recorded run to a detector, sample by sample; its first alarms by metric key.
+def alarms_of(run: Run, detector: Detector | DetectorSet, before: int | None = None) -> list[Alarm]:
+    """The alarms that a recorded run raises in a fresh detector, fed sample by sample.
 
-    A resumed run does it with the samples `before` its checkpoint: the detector then stands where
-    an uninterrupted run's would.
+    A resumed run is fed the samples `before` its checkpoint: the detector then stands where an
+    uninterrupted run's would.
     """
-    samples: dict[int, dict[str, float]] = {}
-    for key in detector.reference.bands:
-        if key in run.metrics:
-            for step, value in zip(*run.metrics[key], strict=True):
-                samples.setdefault(int(step), {})[key] = float(value)
-    for step in sorted(s for s in samples if before is None or s < before):
-        detector.update(step, samples[step])
-    return detector.alarms
+    early = (x for x in samples(run) if before is None or x[0] < before)
+    return [alarm for step, values in early for alarm in detector.update(step, values)]
+
+
+def first_by_key(
+    run: Run, detector: Detector | DetectorSet, before: int | None = None
+) -> dict[str, Alarm]:
+    """The first alarm of each metric, as of `alarms_of`."""
+    first: dict[str, Alarm] = {}
+    for alarm in alarms_of(run, detector, before):
+        first.setdefault(alarm.key, alarm)
+    return first
 
 
 def lead_times(
-    alarms: Mapping[str, Alarm],
+    first: Mapping[str, Alarm],
     monitors: Mapping[str, str],
     loss_key: str,
     last_step: int,
@@ -55,23 +64,23 @@ def lead_times(
     """The lead-time table, earliest first, monitors that never fired last.
 
     Args:
-        alarms: First alarms by metric key.
+        first: First alarms by metric key.
         monitors: {name for people: metric key}.
         loss_key: Key of the loss.
         last_step: Last step of the run.
         onset: First step of the fault; None: there is none.
     """
-    loss = alarms[loss_key].step if loss_key in alarms else None
+    loss = first[loss_key].step if loss_key in first else None
     table = []
     for name, key in monitors.items():
-        first = alarms[key].step if key in alarms else None
+        at = first[key].step if key in first else None
         table.append(
             Lead(
                 name,
                 key,
-                first,
-                None if first is None or onset is None else first - onset,
-                None if first is None else (last_step if loss is None else loss) - first,
+                at,
+                None if at is None or onset is None else at - onset,
+                None if at is None else (last_step if loss is None else loss) - at,
                 loss is None,
             )
         )

@@ -1,12 +1,11 @@
 """What a healthy run looks like: an expected course with a spread for each metric.
 
 Learned from clean runs, or frozen from a healthy window of the run itself; saved as a small JSON
-file that can be shipped. What is made of a deviation is decided in `detectors.py`; the same window
-as a stream, sample by sample, is `window.py`.
+file that can be shipped. What is made of a deviation is decided in `detectors/`; the same window
+as a stream, sample by sample, is `detectors/window.py`.
 """
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -221,8 +220,3 @@ def _local_mean(steps: np.ndarray, y: np.ndarray, bandwidth: int) -> np.ndarray:
         weight = weight * np.isfinite(y[near])
         mean[i] = np.sum(weight * np.nan_to_num(y[near])) / max(np.sum(weight), 1e-30)
     return mean
-
-
-def z_score(value: float, expected: float, sd: float) -> float:
-    """(value − expected)/sd; ±∞ for an infinite value and NaN for a NaN."""
-    return (value - expected) / sd if math.isfinite(value) else value

@@ -7,9 +7,11 @@ and weighed is `attribution.py`.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stabmon.alarms.detectors.base import Alarm
+from stabmon.alarms.detectors.base import UNREADABLE, Alarm
 from stabmon.quantities import quantity_of
 
+# Rules that are no evidence of what their quantity stands for.
+_OWN_SIGN = {UNREADABLE: "unreadable", "falling": "falling rank"}
 SPECTRA = ("Δ2", "ΔW", "radial alignment")
 # Where one of these came first, the spectra follow from what it tells.
 _BEFORE_SPECTRA = (
@@ -206,6 +208,8 @@ def sign_of(alarm: Alarm) -> str | None:
     >>> sign_of(Alarm(10, "z", "delta200/global/delta2/modes/p10", 3.0, 8.0, -9.0))
     'Δ2'
     """
+    if alarm.rule in _OWN_SIGN:
+        return _OWN_SIGN[alarm.rule]
     if alarm.direction == "non-finite":
         return "non-finite"
     quantity = quantity_of(alarm.key)

@@ -7,11 +7,12 @@ without clean sisters. How often they raise an alarm by mistake is measured by `
 import math
 
 from stabmon.alarms.detector_set import DetectorSet
-from stabmon.alarms.detectors.base import BandDetector, Detector
-from stabmon.alarms.detectors.deviations import Cusum, RobustZ
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.detectors.base import Detector
+from stabmon.alarms.detectors.deviations import AllHeads, Cusum, RobustZ
 from stabmon.alarms.detectors.grades import GradeWatch
 from stabmon.alarms.detectors.latch import Patience
-from stabmon.alarms.detectors.limits import AllHeads, Threshold
+from stabmon.alarms.detectors.limits import Threshold
 from stabmon.alarms.detectors.shifts import Shift
 from stabmon.alarms.detectors.surges import Surge
 from stabmon.alarms.detectors.window import HealthyWindow
@@ -52,7 +53,9 @@ def standard_detectors(
             f"expected warmup >= 0 and a healthy window of length >= 1, got {warmup} and {length}"
         )
     once = Patience(1, 0.5, cooldown)
-    detectors: dict[str, Detector] = {"finite": Threshold("non-finite", ".*", math.inf, once)}
+    detectors: dict[str, Detector] = {
+        "finite": Threshold("non-finite", ".*", math.inf, patience=once)
+    }
     for quantity in QUANTITIES:
         if qk_norm and quantity.evidence == "radial alignment":
             continue
@@ -74,7 +77,7 @@ def _detector(
     window = HealthyWindow(warmup, first, floor=judged.floor, ratchet=follow, widen=_WIDEN)
     match rule:
         case "z":
-            return RobustZ(rule, pattern, window, side, judged.threshold, patience)
+            return RobustZ(rule, pattern, window, side, judged.threshold, patience=patience)
         case "drift":
             return Cusum(rule, pattern, window, side, judged.threshold, patience=patience)
         case "surge" | "spike":
@@ -83,9 +86,8 @@ def _detector(
             shape = (judged.threshold, judged.before, judged.recent)
             return Shift(rule, pattern, warmup, side, *shape, patience=patience)
         case "limit":
-            return Threshold(
-                rule, pattern, judged.threshold, patience, 0 if judged.from_start else first
-            )
+            begin = 0 if judged.from_start else first
+            return Threshold(rule, pattern, judged.threshold, begin, patience=patience)
         case "all heads":
             return AllHeads(window, patience=Patience(judged.dwell, 0.75, cooldown))
         case "grade":

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import Lead, lead_times, replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import Lead, first_by_key, lead_times
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.panels import default_panels
 from stabmon.output.verdict import first_onset
@@ -91,7 +91,7 @@ def compare(
                 f"run {run.name} has none of the reference's metrics, such as "
                 f"{', '.join(list(reference.bands)[:3])}"
             )
-        alarms = replay(run, BandDetector(reference, threshold=threshold, dwell=dwell))
+        alarms = first_by_key(run, BandDetector(reference, threshold=threshold, dwell=dwell))
         onset = first_onset(run)
         loss = next((key for key in (HELD_OUT, LOSS) if key in bands), "")
         names = _names(bands)

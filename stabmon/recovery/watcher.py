@@ -50,9 +50,10 @@ class Watcher:
         recovery: The ladder.
         named: The diagnosis that was said last.
 
+    >>> from stabmon.alarms.detector_set import LOSS
     >>> from stabmon.alarms.standard import standard_detectors
     >>> watcher = Watcher(standard_detectors(), Recovery())
-    >>> [row["kind"] for row in watcher.observe(10, {"m/global/x/mean": float("nan")}).events()]
+    >>> [row["kind"] for row in watcher.observe(10, {LOSS: float("nan")}).events()]
     ['alarm', 'diagnosis', 'action']
     """
 

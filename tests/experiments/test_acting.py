@@ -55,7 +55,7 @@ def tiny(folder, **changes):
 def limited(limit=LIMIT):
     """A board that holds the updates to be too large from step 20 on, unless the rate is cut."""
     patience = Patience(dwell=1, cooldown=0)
-    detector = lambda: Threshold("limit", UPDATE, limit, patience, first=20)
+    detector = lambda: Threshold("limit", UPDATE, limit, 20, patience=patience)
     return lambda *_, **__: DetectorSet({"limit": detector()})
 
 

@@ -1,29 +1,49 @@
-"""Alarms, what every detector has in common, and the detector that judges by learned bands.
+"""Alarms, and what all detectors share: which keys they read, latches, alarms, saved state.
 
-NumPy and the standard library only; each detector can be stopped and resumed. What is healthy is
-`reference.py`'s; detectors that need no clean runs are in `deviations.py`, `surges.py`,
-`limits.py` and `grades.py`; what the alarms mean together, `attribution.py`'s.
+A concrete detector says what one finite value is worth (`Detector.score`). NumPy and the standard
+library only. What the alarms mean together is `stabmon.alarms.diagnosis`'.
 """
 
 import math
+import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple
 
-from stabmon.alarms.reference import Reference, z_score
+from stabmon.alarms.detectors.latch import TWICE, Latches, Patience
+from stabmon.alarms.detectors.window import HealthyWindow
+
+Side = Literal["up", "down", "both"]
+NON_FINITE, UNREADABLE = "non-finite", "unreadable"
+# Of the run's own tensors. Any other metric may be unreadable by a fault of the metric itself.
+_OF_THE_RUN = ("symptoms/", "evaluation/", "train/")
+
+
+def rule_of(key: str) -> str:
+    """The rule that a value of this metric breaks by not being finite.
+
+    Of a loss, a norm or a count of broken leaves "non-finite": tensors of the run are broken. Of
+    any other metric "unreadable", which is no reason to stop a run.
+
+    >>> rule_of("symptoms/global/loss/value"), rule_of("activations/global/rank_ratio/min")
+    ('non-finite', 'unreadable')
+    """
+    return NON_FINITE if key.startswith(_OF_THE_RUN) else UNREADABLE
 
 
 @dataclass(frozen=True)
 class Alarm:
-    """One detector has had enough.
+    """What one detector says of one metric.
 
     Attributes:
         step: Step of the sample that completed the evidence.
         rule: Which rule fired.
         key: Which metric.
         value: Its value at that step.
-        reference: What was expected.
-        z: Distance from it, in spreads; NaN for a non-finite value.
+        reference: What was expected; None for a value that is not finite.
+        z: Distance from it in spreads; None where there is no spread (a fixed limit), and for a
+            value that is not finite.
         layer: Layer that is worst, None where that is not known.
         head: Head that is worst, None where that is not known.
     """
@@ -32,8 +52,8 @@ class Alarm:
     rule: str
     key: str
     value: float
-    reference: float
-    z: float
+    reference: float | None = None
+    z: float | None = None
     layer: int | None = None
     head: int | None = None
 
@@ -42,7 +62,12 @@ class Alarm:
         """Where the value went: "up", "down", or "non-finite"."""
         if not math.isfinite(self.value):
             return "non-finite"
-        return "down" if self.value < self.reference else "up"
+        return "down" if self.reference is not None and self.value < self.reference else "up"
+
+    @property
+    def strength(self) -> float:
+        """|z|; infinite where there is none."""
+        return math.inf if self.z is None else abs(self.z)
 
     def event(self) -> dict[str, Any]:
         """The row of `events.jsonl`, less kind and step, and less a place that is not known."""
@@ -51,100 +76,109 @@ class Alarm:
         return {k: v for k, v in row.items() if k not in ("layer", "head") or v is not None}
 
 
-@runtime_checkable
-class Detector(Protocol):
-    """What every detector is: a stream of samples in, alarms out, with a state that JSON holds."""
+class Score(NamedTuple):
+    """What a detector makes of one value.
 
-    def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Take one sample, any subset of the metrics; the alarms that it raises."""
-        ...
+    Attributes:
+        score: Signed distance as a fraction of the threshold: beyond ±1 counts for an alarm.
+        expected: What was expected.
+        z: Distance in spreads, None where there is no spread.
+    """
 
-    def active(self) -> tuple[str, ...]:
-        """Metrics that are in alarm now, whether or not it was raised long ago."""
-        ...
+    score: float
+    expected: float
+    z: float | None
 
-    def state(self) -> dict[str, Any]:
-        """All that has been learned from the stream, as JSON can hold it."""
-        ...
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`."""
-        ...
+_CALM = Score(0.0, math.nan, None)
+
+
+def one_sided(z: float, side: Side) -> float:
+    """The distance z where it lies on `side`, else 0."""
+    if side == "up":
+        return max(z, 0.0)
+    return min(z, 0.0) if side == "down" else z
 
 
 @dataclass
-class BandDetector:
-    """Alarms where metrics leave their bands for several samples running.
+class Detector(ABC):
+    """A stream of samples in, alarms out, with a state that JSON holds.
 
-    A non-finite value alarms at once. Values of metrics without a band are ignored. Metrics judged
-    by the run's own level say nothing until the healthy window is over.
+    A value that is not finite alarms at once, without dwell, and is never learned from; its rule is
+    `rule_of` its key.
 
     Attributes:
-        reference: The bands.
-        threshold: Spreads that are too many.
-        dwell: Samples running, on one side, that make an alarm.
-        alarms: First alarm of each metric so far.
+        rule: Name of the rule.
+        pattern: Regular expression of the metric keys it reads.
+        patience: Dwell, hysteresis, cooldown.
+        latches: Which metrics are in alarm.
+        memory: What was learned of each metric, as JSON can hold it.
     """
 
-    reference: Reference
-    threshold: float = 5.0
-    dwell: int = 2
-    alarms: dict[str, Alarm] = field(default_factory=dict)
-    _run: dict[str, int] = field(default_factory=dict)
-    _offsets: dict[str, tuple[int, float]] = field(default_factory=dict)
+    rule: str
+    pattern: str
+    patience: Patience = field(default=TWICE, kw_only=True)
+    latches: Latches = field(init=False)
+    memory: dict[str, Any] = field(init=False, default_factory=dict)
+    _reads: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict)
+
+    def __post_init__(self):
+        self.latches = Latches(self.patience)
+
+    @abstractmethod
+    def score(self, key: str, step: int, value: float) -> Score | None:
+        """Take a finite value of a metric that is read; None while it cannot be judged."""
+
+    def reads(self, key: str) -> bool:
+        """Whether a metric is one of those that are judged."""
+        if key not in self._reads:
+            self._reads[key] = re.fullmatch(self.pattern, key) is not None
+        return self._reads[key]
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
-        """Take one sample; the alarms that it raises, each metric's first only."""
+        """Take one sample, any subset of the metrics; the alarms that it raises."""
         raised = []
-        for key, band in self.reference.bands.items():
-            if key in values:
-                expected, _ = band(step)
-                z = self.score(key, step, values[key])
-                alarm = Alarm(step, "band", key, values[key], expected, z)
-                if self._dwells(key, values[key], z) and key not in self.alarms:
-                    self.alarms[key] = alarm
-                    raised.append(alarm)
+        for key in filter(self.reads, values):
+            value = float(values[key])
+            if not math.isfinite(value):
+                if self.latches.update(key, step, math.nan):
+                    raised.append(Alarm(step, rule_of(key), key, value))
+                continue
+            found = self.score(key, step, value) or _CALM
+            if self.latches.update(key, step, found.score):
+                raised.append(Alarm(step, self.rule, key, value, found.expected, found.z))
         return raised
 
-    def score(self, key: str, step: int, value: float) -> float:
-        """Distance of `value` from its band in spreads; 0 while the run's own level is learned."""
-        band = self.reference.bands[key]
-        expected, sd = band(step)
-        first, last = self.reference.window
-        if band.judged == "after" and step <= last and math.isfinite(value):
-            return 0.0
-        if band.judged == "own":
-            count, offset = self._offsets.get(key, (0, 0.0))
-            if first <= step <= last and math.isfinite(value):
-                offset = (count * offset + value - expected) / (count + 1)
-                self._offsets[key] = (count + 1, offset)
-            if step <= last or count == 0:
-                return 0.0
-            expected += offset
-        return z_score(value, expected, sd)
-
     def active(self) -> tuple[str, ...]:
-        """Metrics that are out of their band now, for as long as the dwell asks."""
-        return tuple(key for key, run in self._run.items() if abs(run) >= self.dwell)
-
-    def _dwells(self, key: str, value: float, z: float) -> bool:
-        if not math.isfinite(value):
-            return True
-        side = (z > self.threshold) - (z < -self.threshold)
-        run = self._run.get(key, 0)
-        self._run[key] = run + side if side and run * side >= 0 else side
-        return abs(self._run[key]) >= self.dwell
+        """Metrics that are in alarm now, whether or not it was raised long ago."""
+        return self.latches.active()
 
     def state(self) -> dict[str, Any]:
         """All that has been learned from the stream, as JSON can hold it."""
-        return {
-            "run": dict(self._run),
-            "offsets": {key: list(pair) for key, pair in self._offsets.items()},
-            "alarms": [asdict(alarm) for alarm in self.alarms.values()],
-        }
+        memory = {key: list(x) if isinstance(x, list) else x for key, x in self.memory.items()}
+        return {"latches": self.latches.state(), "memory": memory}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""
-        self._run = dict(state["run"])
-        self._offsets = {key: (int(n), float(x)) for key, (n, x) in state["offsets"].items()}
-        self.alarms = {row["key"]: Alarm(**row) for row in state["alarms"]}
+        self.latches.restore(state["latches"])
+        self.memory = {k: list(x) if isinstance(x, list) else x for k, x in state["memory"].items()}
+
+
+@dataclass
+class WindowDetector(Detector):
+    """A detector that judges by a healthy window of the run itself.
+
+    Attributes:
+        window: What is healthy.
+    """
+
+    window: HealthyWindow
+
+    def state(self) -> dict[str, Any]:
+        """All that has been learned from the stream, as JSON can hold it."""
+        return super().state() | {"window": self.window.state()}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a `state`."""
+        super().restore(state)
+        self.window.restore(state["window"])

@@ -1,30 +1,13 @@
-"""When a condition becomes an alarm: dwell, hysteresis, cooldown. And which metrics a rule reads.
+"""When a condition becomes an alarm: dwell, hysteresis, cooldown.
 
 Every detector gives each of its metrics a signed score, ±1 at its threshold, and asks its latches.
 What the score is made of is the detectors' own.
 """
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from functools import lru_cache
 from typing import Any
-
-
-@lru_cache(maxsize=65536)
-def matches(pattern: str, key: str) -> bool:
-    """Whether a regular expression matches a whole metric key.
-
-    >>> matches("delta[0-9]+/global/delta2/modes/p10", "delta200/global/delta2/modes/p10")
-    True
-    """
-    return re.fullmatch(pattern, key) is not None
-
-
-def selected(pattern: str, values: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The metrics of a sample that a pattern reads, as Python floats, which JSON can hold."""
-    return [(key, float(value)) for key, value in values.items() if matches(pattern, key)]
 
 
 @dataclass(frozen=True)
@@ -35,7 +18,7 @@ class Patience:
         dwell: Samples running, on one side of the threshold, that make an alarm.
         rearm: Fraction of the threshold below which the metric is calm again; after `dwell` calm
             samples running the alarm is over and another can come.
-        cooldown: Steps after an alarm in which the metric raises no other.
+        cooldown: Steps after an alarm in which the metric raises no other; infinite: one a run.
 
     Raises:
         ValueError: A dwell below 1, `rearm` outside (0, 1], or a negative cooldown.
@@ -43,7 +26,7 @@ class Patience:
 
     dwell: int = 2
     rearm: float | int = 0.5
-    cooldown: int = 500
+    cooldown: float | int = 500
 
     def __post_init__(self):
         if self.dwell < 1:

@@ -6,13 +6,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabmon.alarms.calibration import calibrate, count_alarms
+from stabmon.alarms.calibration import calibrate
 from stabmon.alarms.detectors.latch import Patience
 from stabmon.alarms.detectors.limits import Threshold
+from stabmon.alarms.lead import alarms_of
 from stabmon.runs.runlog import Run
 
 ONE = Patience(dwell=1, cooldown=0)
-build = lambda t: Threshold("limit", "m", t, ONE)
+build = lambda t: Threshold("limit", "m", t, patience=ONE)
 
 
 def run(seed, count=300, every=10, scale=1.0):
@@ -24,7 +25,7 @@ def test_the_threshold_is_the_smallest_that_keeps_the_rate():
     runs = [run(s, count=300) for s in range(3)]
     candidates = [2.0, 2.2, 2.4, 2.6, 2.8, 3.0]
     found = calibrate(runs, build, candidates, rate=10.0)
-    count = lambda t: sum(count_alarms(r, build(t)) for r in runs)
+    count = lambda t: sum(len(alarms_of(r, build(t))) for r in runs)
     assert found.steps == 3 * 2990
     assert count(found.threshold) / found.steps * 10_000 == pytest.approx(found.fitted_rate)
     assert found.fitted_rate <= 10.0 < count(found.threshold - 0.2) / found.steps * 10_000

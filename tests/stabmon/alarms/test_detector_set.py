@@ -117,11 +117,25 @@ def test_interrupted_is_as_uninterrupted(cut):
     assert expected
 
 
-def test_a_nan_everywhere_is_one_alarm_for_each_monitor():
+def test_an_incident_of_values_that_are_not_finite_is_one_alarm():
     board = standard_detectors()
-    values = dict.fromkeys((LOSS, GRADIENT, UPDATE, DELTA2, QUERY, ENTROPY, RANK), math.nan)
-    alarms = board.update(50, values)
-    assert sorted(a.key.split("/")[0] for a in alarms) == sorted({k.split("/")[0] for k in values})
+    assert [a.rule for a in board.update(50, {LOSS: math.nan})] == ["non-finite"]
+    everywhere = dict.fromkeys((LOSS, GRADIENT, UPDATE, DELTA2, QUERY, ENTROPY, RANK), math.nan)
+    assert [a for step in range(60, 2000, 10) for a in board.update(step, everywhere)] == []
+    assert board.diagnose().fault is Fault.NONFINITE
+    assert not board.healthy
+    board.update(2000, dict.fromkeys(everywhere, 1.0))
+    assert [a.rule for a in board.update(2010, {LOSS: math.inf})] == ["non-finite"]
+
+
+def test_metrics_that_cannot_be_read_are_one_alarm_and_no_reason_to_stop():
+    board = standard_detectors()
+    metrics = dict.fromkeys((DELTA2, QUERY, ENTROPY, RANK), math.nan)
+    assert [a.rule for a in board.update(50, {LOSS: 2.0} | metrics)] == ["unreadable"]
+    assert board.update(60, {LOSS: 2.0} | metrics) == []
+    assert board.diagnose().fault is Fault.UNKNOWN
+    assert board.health is Health.HEALTHY
+    assert [a.rule for a in board.update(70, {LOSS: math.nan} | metrics)] == ["non-finite"]
     assert board.diagnose().fault is Fault.NONFINITE
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from stabmon.alarms.detectors.base import BandDetector
-from stabmon.alarms.lead import lead_times, replay
+from stabmon.alarms.detectors.bands import BandDetector
+from stabmon.alarms.lead import first_by_key, lead_times
 from stabmon.alarms.reference import Band, Reference
 from stabmon.runs.runlog import Run
 
@@ -49,8 +49,10 @@ def test_a_change_of_side_begins_the_count_anew():
 
 def test_falling_counts_as_much_as_rising():
     detector = BandDetector(reference())
-    assert feed(detector, [1, 0.4, 0.4]) == [100]
-    assert detector.alarms["m"].z == pytest.approx(-6.0)
+    alarms = [
+        a for i, x in enumerate([1, 0.4, 0.4]) for a in detector.update(50 * i, {"m": float(x)})
+    ]
+    assert [alarm.z for alarm in alarms] == [pytest.approx(-6.0)]
 
 
 def test_the_threshold_is_exclusive_and_a_longer_dwell_waits():
@@ -71,7 +73,7 @@ def test_own_level_is_learned_and_silent_until_then():
 def test_a_non_finite_value_never_enters_the_own_level():
     detector = BandDetector(reference("own"))
     feed(detector, [5, 5, np.nan, 5, 5])
-    assert detector.score("m", 400, 5.0) == pytest.approx(0.0)
+    assert detector.score("m", 400, 5.0).z == pytest.approx(0.0)
 
 
 def test_a_metric_without_a_band_is_ignored():
@@ -94,7 +96,7 @@ def test_stopped_and_resumed_alarms_at_the_same_step():
 
 def test_replay_and_lead_times():
     run = recorded({"m": (STEPS, [1] * 4 + [2] * 16), "loss": (STEPS, [1] * 10 + [2] * 10)})
-    alarms = replay(run, BandDetector(reference()))
+    alarms = first_by_key(run, BandDetector(reference()))
     table = lead_times(alarms, {"loss": "loss", "mine": "m", "silent": "none"}, "loss", 1000, 150)
     rows = [(r.monitor, r.first, r.after, r.lead, r.lead_is_bound) for r in table]
     assert rows == [
@@ -106,11 +108,11 @@ def test_replay_and_lead_times():
 
 def test_replay_stops_before_a_checkpoint():
     run = recorded({"m": (STEPS, [1] * 4 + [2] * 16)})
-    assert replay(run, BandDetector(reference()), before=250) == {}
+    assert first_by_key(run, BandDetector(reference()), before=250) == {}
 
 
 def test_without_an_alarm_of_the_loss_the_lead_is_a_bound():
     run = recorded({"m": (STEPS, [1] * 4 + [2] * 16)})
-    alarms = replay(run, BandDetector(reference()))
+    alarms = first_by_key(run, BandDetector(reference()))
     (row,) = lead_times(alarms, {"mine": "m"}, "loss", 1000, None)
     assert (row.lead, row.lead_is_bound, row.after) == (750, True, None)

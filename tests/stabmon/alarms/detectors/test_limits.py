@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from stabmon.alarms.detectors.deviations import Cusum, RobustZ
+from stabmon.alarms.detectors.deviations import AllHeads, Cusum, RobustZ
 from stabmon.alarms.detectors.latch import Patience
-from stabmon.alarms.detectors.limits import AllHeads, Threshold
+from stabmon.alarms.detectors.limits import Threshold
 from stabmon.alarms.detectors.surges import Surge
 from stabmon.alarms.detectors.window import HealthyWindow
 from stabmon.alarms.diagnosis import diagnose
