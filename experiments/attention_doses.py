@@ -34,7 +34,7 @@ from experiments.support.rows import Row, append_row, rows_there
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 LAGS = (10, 50, 200)
 EVERY = 20

@@ -43,7 +43,7 @@ from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.lead import Lead, first_by_key, lead_times
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.report import write_report
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"
 MONITORS: dict[str, tuple[str, Judged]] = {

@@ -52,7 +52,7 @@ from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.replay import replay_events
 from stabmon.recovery.watcher import Watcher
 from stabmon.runs.jsonl import plain, read_jsonl
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
 EXPERTS = replace(DENSE, experts=8, feedforward=128)

@@ -46,7 +46,7 @@ from experiments.support.verdicts import LOSSES
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 RATIO = "activations/global/rank_ratio/min"
 ENTROPY = "attention/global/entropy/mean"

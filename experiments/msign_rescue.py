@@ -47,7 +47,7 @@ from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from stabmon.runs.jsonl import plain, read_jsonl
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 GRAD = "symptoms/global/grad_norm/value"
 LOGIT = "attention/global/max_logit/max"

@@ -39,7 +39,7 @@ from experiments.train import Config as TrainConfig
 from models.gpt import init_params
 from models.presets import PRESETS
 from models.sharding import Parallelism
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 
 @dataclass(frozen=True)

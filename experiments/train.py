@@ -43,7 +43,7 @@ from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Reference
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 HELD_OUT = "evaluation/global/loss/value"
 

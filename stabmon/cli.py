@@ -87,7 +87,7 @@ class Compare:
         from stabmon.alarms.reference import Reference
         from stabmon.output.comparison import compare, learn_reference
         from stabmon.output.terminal import show_json, table
-        from stabmon.runs.runlog import load_run
+        from stabmon.runs.run import load_run
 
         _some(self.runs, "runs")
         _some(self.reference, "--reference: clean runs or a .json file")
@@ -165,7 +165,7 @@ class Rank:
         from stabmon.checkpoints.folders import checkpoint_steps
         from stabmon.output.ranking import rank_checkpoints
         from stabmon.output.terminal import show_json, table
-        from stabmon.runs.runlog import load_run
+        from stabmon.runs.run import load_run
 
         run = load_run(self.run)
         steps = checkpoint_steps(self.run / "checkpoints")

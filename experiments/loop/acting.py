@@ -33,8 +33,8 @@ from stabmon.recovery.ladder import Action, Kind, Phase, Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.watcher import Watcher
-from stabmon.runs.jsonl import floats, plain
-from stabmon.runs.runlog import RunLog, read_jsonl
+from stabmon.runs.jsonl import floats, plain, read_jsonl
+from stabmon.runs.runlog import RunLog
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.standard import standard_detectors
 from stabmon.quantities import is_brief
 from stabmon.recovery.replay import has_qk_norm
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 from stabmon.runs.samples import samples
 
 ALPHAS = {1: "effective_rank", 2: "modes"}

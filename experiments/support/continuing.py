@@ -18,7 +18,7 @@ from experiments.loop.placement import ALONE
 from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig
 from stabmon.output.ranking import rank_checkpoints
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 Checkpoint = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
 from experiments.support.rows import Row
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 # Okabe and Ito's, which the colour-blind tell apart, grey first: for what is healthy.
 COLOURS = ("#777777", "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")

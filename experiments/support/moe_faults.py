@@ -26,7 +26,7 @@ from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.replay import has_qk_norm, replay_events
 from stabmon.recovery.watcher import Watcher
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.signatures import Fault
 from stabmon.monitor.tiers import router_metrics
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 # Its name for people: the key, and whether the run's own level is taken off first. The spectra's
 # lag is the longest that is measured.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.base import Detector
 from stabmon.alarms.lead import alarms_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 
 @dataclass(frozen=True)

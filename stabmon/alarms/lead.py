@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.base import Alarm, Detector
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 from stabmon.runs.samples import samples
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from stabmon.alarms.detectors.window import median_and_spread
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 FORMAT = 1
 Judged = Literal["reference", "own", "after"]

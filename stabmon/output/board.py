@@ -11,6 +11,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -18,10 +19,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from stabmon.output.curves import Curve, Scale, draw
+from stabmon.output.panels import thin
 from stabmon.output.ranking import grade_of, state_of
 from stabmon.output.terminal import printable, short
 from stabmon.output.verdict import named
-from stabmon.runs.tail import Follower
+from stabmon.runs.follow import Follower
 
 RATIO, GRADE = "activations/global/rank_ratio", "activations/global/grade"
 ENTROPY = "attention/global/entropy"
@@ -34,6 +36,7 @@ KEYS = (
 )
 _MEAN, _LOW = "cyan", "yellow"
 _STATES = {"healthy": "bold green", "caution": "bold yellow", "danger": "bold red"}
+_END = 200
 _BARE = ("key", "fault", "action")
 _EVENTS = {"alarm": "bold red", "finished": "green"}
 
@@ -66,6 +69,7 @@ class Board:
             ascii_only: Without Unicode.
         """
         self._run.update()
+        self._series = {key: _few(*of) for key, of in self._run.columns.series().items()}
         wide = width >= 160 and height < 32
         side = width // (4 if wide else 2)
         events = max(2, min(8, height // 4))
@@ -90,6 +94,8 @@ class Board:
         run = self._run
         parts = [f"step {run.step:,}" if run.step >= 0 else "no samples yet"]
         parts += [f"{run.tokens:,} tokens"] if run.tokens else []
+        parts += [f"attempt {run.attempts}"] if run.attempts > 1 else []
+        parts += [f"{run.skipped:,} lines unreadable"] if run.skipped else []
         parts += ["finished"] if any(e.get("kind") == "finished" for e in run.events[-1:]) else []
         name = Text(printable(self._folder.resolve().name), "bold")
         line = name + Text(f"  {'  '.join(parts)}", "dim")
@@ -98,7 +104,7 @@ class Board:
 
     def _panels(self, width: int, lines: int, ascii_only: bool) -> dict[str, list[Text]]:
         """Title → lines of each of the four."""
-        series = lambda key: self._run.series.get(key, {})
+        series = lambda key: self._series.get(key, {})
         chart = lambda curves, height, scale: draw(
             curves, width, height, scale, ascii_only=ascii_only
         )
@@ -134,7 +140,7 @@ class Board:
 
     def _grades(self) -> Mapping[int, float | int]:
         """Grade of the worst layer, or of the mean rank ratio where that is all there is."""
-        series = self._run.series
+        series = self._series
         for key in (f"{GRADE}/min", f"{GRADE}/mean"):
             if series.get(key):
                 return series[key]
@@ -201,6 +207,13 @@ def watch(
                 live.update(frame(), refresh=True)
     except KeyboardInterrupt:
         return
+
+
+def _few(steps: np.ndarray, values: np.ndarray) -> dict[int, float]:
+    """Step → value of a series: enough to draw it, and all of its end."""
+    early, end = thin(steps[:-_END], values[:-_END]), (steps[-_END:], values[-_END:])
+    both = (np.concatenate(x).tolist() for x in zip(early, end, strict=True))
+    return dict(zip(*both, strict=True))
 
 
 def _last(samples: Mapping[int, float | int], form: str = ".3g") -> str:

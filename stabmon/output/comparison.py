@@ -15,7 +15,7 @@ from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.panels import default_panels
 from stabmon.output.verdict import first_onset
 from stabmon.quantities import HELD_OUT, LOSS, quantity_of, split_key, title_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from stabmon.quantities import QUANTITIES, find, split_key, title_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 POINTS = 1500
 _PANELS = list(dict.fromkeys(quantity.panel for quantity in QUANTITIES if quantity.panel))

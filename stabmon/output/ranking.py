@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 State = Literal["healthy", "caution", "danger", "no grade"]
 LOSSES = ("evaluation/global/loss/value", "symptoms/global/loss/value")

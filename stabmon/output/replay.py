@@ -16,7 +16,7 @@ from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.replay import has_qk_norm, replay_events
 from stabmon.recovery.watcher import Watcher
 from stabmon.runs.jsonl import plain
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 
 def replay_runs(

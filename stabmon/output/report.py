@@ -24,7 +24,7 @@ from stabmon.output.sections import event_list, lead_table, legend, set_up, stor
 from stabmon.output.styles import Style, styles
 from stabmon.output.verdict import alarm_table, default_verdict, story
 from stabmon.quantities import split_key
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 _MAPS = 3
 _POLICY = (

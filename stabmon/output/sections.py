@@ -13,7 +13,7 @@ from stabmon.output.panels import Panel
 from stabmon.output.styles import FAULT, INK, MUTED, Style
 from stabmon.output.verdict import first_onset
 from stabmon.runs.jsonl import plain
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 HEADINGS = {
     "run": "Run",

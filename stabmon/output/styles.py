@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float
 
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 INK, MUTED, GRID, FAULT = "#1f2430", "#667085", "#eceef2", "#8a5a00"
 _CLEAN = ("#0072B2", "#009E73", "#56B4E9")

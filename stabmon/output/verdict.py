@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from stabmon.quantities import split_key, title_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 
 def alarm_table(runs: Sequence[Run]) -> list[dict[str, Any]]:

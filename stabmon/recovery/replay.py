@@ -10,13 +10,14 @@ from stabmon.recovery.ladder import Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.watcher import Watcher
-from stabmon.runs.runlog import Run
+from stabmon.runs.config import setting
+from stabmon.runs.run import Run
 from stabmon.runs.samples import samples
 
 
 def has_qk_norm(run: Run) -> bool:
     """Whether the run's configuration says "model" "qk_norm"; not, where it says nothing."""
-    return bool(run.config.get("model", {}).get("qk_norm", False))
+    return bool(setting(run.config, "model", "qk_norm"))
 
 
 def replay_events(run: Run, watcher: Watcher | None = None) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """A run on disk: `config.json`, `metrics.jsonl`, `events.jsonl`, `faults.jsonl`.
 
 What lives here: `RunLog`, which writes them so that a run killed at any moment and resumed has each
-sample once, and `load_run`, which reads them back, also while they are being written. What does
-not: lines of JSON (`jsonl`), other sinks (`writers`), pictures (`report`), checkpoints. No JAX.
+sample once. What does not: reading them (`run`, `follow`), lines of JSON (`jsonl`), sinks,
+checkpoints. No JAX.
 
     metrics.jsonl  {"step": 1200, "tokens": 921600, "time": 1.7e9, "values": {KEY: 0.37, ...}}
     events.jsonl   {"kind": "alarm", "step": 1240, "time": 1.7e9, "rule": ..., "value": ..., ...}
@@ -13,26 +13,19 @@ KEY is `{monitor}/layer_{i}/{metric}/{aggregate}` or `{monitor}/global/{metric}/
 "-Infinity" on disk and floats again when read.
 """
 
+import fcntl
 import json
+import math
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from stabmon.runs.jsonl import (
-    append,
-    floats,
-    last_row,
-    mend,
-    plain,
-    read_jsonl,
-    rows,
-    warn_skipped,
-)
+from stabmon.runs.columns import Columns, is_sample
+from stabmon.runs.config import as_config, differences, read_config
+from stabmon.runs.follow import REWINDS
+from stabmon.runs.jsonl import append, backwards, mend, plain, read_jsonl
 
 _FILES = ("metrics.jsonl", "events.jsonl", "faults.jsonl")
 
@@ -40,13 +33,15 @@ _FILES = ("metrics.jsonl", "events.jsonl", "faults.jsonl")
 class RunLog:
     """Writes one run's folder; made by `RunLog.open`, closed by `close` or as a context.
 
+    One process writes a folder at a time: it is locked until `close`, or the process's end.
+
     Attributes:
         folder: Where the files lie.
-        last_step: Step of the newest sample in the log, −1 without one. `sample` skips steps up to
-            it, so a resumed run may go over ground that is already written.
+        last_step: Step of the newest sample in the log, −1 without one.
 
     Example:
         >>> import tempfile
+        >>> from stabmon.runs.run import load_run
         >>> folder = Path(tempfile.mkdtemp()) / "first"
         >>> with RunLog.open(folder, {"seed": 0}) as log:
         ...     log.sample(10, {"train/global/loss/mean": 2.5}, tokens=7680)
@@ -60,50 +55,57 @@ class RunLog:
     def __init__(self, folder: Path) -> None:
         """Opens the three files of `folder` for appending; use `RunLog.open`."""
         self.folder = folder
-        last = last_row(folder / "metrics.jsonl")
-        self.last_step = int(last["step"]) if last else -1
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
         self._files = {name: os.open(folder / name, flags, 0o644) for name in _FILES}
+        self._lock()
+        for name in _FILES:
+            mend(folder / name)
         self._faults = {_identity(row) for row in read_jsonl(folder / "faults.jsonl")}
         self._events: set[str] = set()
+        self._rewinds: list[tuple[int, int]] = []
+        self._ahead: tuple[int, Columns] | None = None
+        self._vouched = -1  # the last rewind says that what is written up to here is right
         for row in read_jsonl(folder / "events.jsonl"):
-            if row.get("kind") == "rewind":
+            if row.get("kind") in REWINDS:
                 self._events.clear()
+                self._rewinds.append((row["metrics_bytes"], row["step"]))
                 if row["metrics_bytes"] == self._size("metrics.jsonl"):
-                    self.last_step = min(self.last_step, int(row["step"]))
+                    self._vouched = row["step"]
             self._events.add(_identity(row))
+        self.last_step = next((row["step"] for row in self._newest()), -1)
 
     @classmethod
-    def open(
-        cls, folder: str | Path, config: Mapping[str, Any], *, resume: bool = False
-    ) -> "RunLog":
+    def open(cls, folder: str | Path, config: Any, *, resume: bool = False) -> "RunLog":
         """Returns the log of a new run, or of one to go on with.
 
         A torn last line, left by a process killed while it wrote, is cut off. With `resume` a
-        missing or empty folder begins a new run, so that one command serves for both.
+        missing or empty folder begins a new run, so that one command serves for both. A run that
+        ended before its first sample may be begun again without it.
 
         Args:
             folder: `runs/NAME`; created with its parents.
-            config: What makes the run what it is, as JSON can hold it.
+            config: What makes the run what it is: a mapping, a dataclass, a namespace or anything
+                else; what JSON does not know is kept as text (`plain`).
             resume: Go on with the run that is there.
 
         Raises:
             FileExistsError: If the folder holds another configuration, or this one and samples
                 without `resume`. Nothing is overwritten.
+            BlockingIOError: If another process, or another log of this one, writes to the folder.
             ValueError: If its `config.json` cannot be read.
         """
         folder = Path(folder)
         path, metrics = folder / "config.json", folder / "metrics.jsonl"
-        wanted = plain(config)
+        wanted = as_config(config)
         if path.exists():
-            if found := _differences(_read_config(path), wanted):
+            if found := differences(plain(read_config(path)), wanted):
                 raise FileExistsError(
                     f"{folder} holds a run of another configuration, nothing was written: "
                     f"{'; '.join(found)}. Choose another name, or give the old values"
                 )
-        elif metrics.exists():
+        elif _holds(metrics):
             raise FileExistsError(f"{folder} holds samples but no config.json: choose another name")
-        if metrics.exists() and not resume:
+        if _holds(metrics) and not resume:
             raise FileExistsError(
                 f"{folder} holds this run already: pass resume=True (--resume) to go on with it, "
                 f"or choose another name"
@@ -113,12 +115,14 @@ class RunLog:
             half = folder / "config.json.part"
             half.write_text(json.dumps(wanted, indent=2) + "\n", encoding="utf-8")
             half.replace(path)
-        for name in _FILES:
-            mend(folder / name)
         return cls(folder)
 
     def sample(self, step: int, values: Mapping[str, Any], *, tokens: int | None = None) -> None:
-        """Appends one sample, unless `step` is in the log already.
+        """Appends one sample; one that goes back in steps is compared with what is there.
+
+        A resumed run goes over ground that is already written. Samples that are there with these
+        values are not written again. At the first that differs the run is another one: what was
+        written of this step and later ones is abandoned, as by `rewind`.
 
         Args:
             step: Step at which it was measured.
@@ -127,13 +131,13 @@ class RunLog:
 
         Raises:
             OSError: If the disk is full; the file then ends with its last whole line.
+            FileNotFoundError: If the folder was removed under the run.
         """
-        if step <= self.last_step:
-            return
-        numbers = {key: float(value) for key, value in values.items()}
-        row = {"step": int(step), "tokens": tokens, "time": time.time(), "values": numbers}
-        self._append("metrics.jsonl", row)
-        self.last_step = int(step)
+        step, numbers = int(step), {key: float(value) for key, value in values.items()}
+        if step > self.last_step or self._is_new(step, numbers):
+            row = {"step": step, "tokens": tokens, "time": time.time(), "values": numbers}
+            self._append("metrics.jsonl", row)
+            self.last_step, self._ahead = step, None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Appends one sample: `sample`, under the name that every writer has for it.
@@ -176,7 +180,7 @@ class RunLog:
     def rewind(self, step: int) -> None:
         """Says that training goes on from `step`, so that later steps are written again.
 
-        What was written stays; readers take the last sample of each step.
+        What was written stays in the files; readers leave out what is abandoned.
 
         Args:
             step: Step of the checkpoint that was restored.
@@ -184,10 +188,45 @@ class RunLog:
         Raises:
             OSError: If the disk is full.
         """
+        self._go_back("rewind", int(step))
+        self._vouched = int(step)
+
+    def _go_back(self, kind: str, step: int) -> None:
+        """Abandons what was written of later steps."""
         self._events.clear()
         size = self._size("metrics.jsonl")
-        self.event("rewind", step, newest=self.last_step, metrics_bytes=size)
-        self.last_step = min(self.last_step, int(step))
+        self.event(kind, step, newest=self.last_step, metrics_bytes=size)
+        self._rewinds.append((size, step))
+        self.last_step, self._ahead = min(self.last_step, step), None
+
+    def _is_new(self, step: int, numbers: Mapping[str, float]) -> bool:
+        """Whether a sample at or before the newest step is to be written; goes back if it must."""
+        if step <= self._vouched:
+            return False
+        if self._ahead is None or step < self._ahead[0]:
+            ahead = Columns()
+            for row in reversed([*self._newest(step)]):
+                ahead.add(row["step"], row["values"])
+            self._ahead = step, ahead
+        known = self._ahead[1].at(step)
+        if step == self.last_step and not known.keys() & numbers.keys():
+            return True
+        if all(key in known and _same(known[key], x) for key, x in numbers.items()):
+            return False
+        self._go_back("resume", step - 1)
+        return True
+
+    def _newest(self, first: int | None = None) -> Iterator[dict[str, Any]]:
+        """The samples of the current timeline from the newest back to step `first`."""
+        for offset, row in backwards(self.folder / "metrics.jsonl"):
+            if row is None or not is_sample(row):
+                continue
+            step = row["step"]
+            if any(offset < at and step > back for at, back in self._rewinds):
+                continue
+            if first is not None and step < first:
+                return
+            yield row
 
     def close(self) -> None:
         """Closes the files; doing it twice is fine."""
@@ -200,99 +239,60 @@ class RunLog:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        if hasattr(self, "_files"):  # it was opened
+            self.close()
+
+    def _lock(self) -> None:
+        """Takes the folder for this process; the lock ends with it."""
+        try:
+            fcntl.flock(self._files["metrics.jsonl"], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            reason = (
+                "another run writes to this folder (or a worker process that it left behind): "
+                "end it first, or choose another name"
+            )
+            raise BlockingIOError(error.errno, reason, str(self.folder)) from None
+        except OSError:
+            return  # a file system without locks
+
     def _size(self, name: str) -> int:
         """Bytes in a file of the log."""
         return os.fstat(self._descriptor(name)).st_size
 
     def _descriptor(self, name: str) -> int:
-        """The open file."""
+        """The open file, which must still be where it was."""
         if name not in self._files:
             raise ValueError(f"the log of {self.folder} is closed: open it with resume=True")
-        return self._files[name]
+        path, descriptor = self.folder / name, self._files[name]
+        try:
+            there = os.path.samestat(path.stat(), os.fstat(descriptor))
+        except FileNotFoundError:
+            there = False
+        if not there:
+            reason = "removed, renamed or replaced under the run: nothing more is kept of it"
+            raise FileNotFoundError(2, reason, str(path))
+        return descriptor
 
     def _append(self, name: str, row: Mapping[str, Any]) -> None:
         """Appends `row` to a file of the log."""
+        descriptor = self._descriptor(name)
         try:
-            append(self._descriptor(name), row)
+            append(descriptor, row)
         except OSError as error:
             reason = f"{error.strerror}: the line was not written, the lines before it are whole"
             raise OSError(error.errno, reason, str(self.folder / name)) from error
 
 
-@dataclass(frozen=True)
-class Run:
-    """A run as read from its folder.
-
-    Attributes:
-        name: Name of the folder.
-        folder: Where it lies.
-        config: What it was started with.
-        metrics: Key → (steps, values), int64 and float64, both of shape (samples,), steps rising;
-            of a step that was written again after a rewind, the later sample.
-        events: Alarms and actions, in the order they were written.
-        faults: Injected faults.
-    """
-
-    name: str
-    folder: Path
-    config: dict[str, Any]
-    metrics: dict[str, tuple[np.ndarray, np.ndarray]]
-    events: tuple[dict[str, Any], ...]
-    faults: tuple[dict[str, Any], ...]
+def _holds(path: Path) -> bool:
+    """Whether a file is there with something in it."""
+    return path.exists() and path.stat().st_size > 0
 
 
-def load_run(folder: str | Path) -> Run:
-    """Returns the run in `folder`, finished or still being written.
-
-    Lines that cannot be read are skipped with a `UserWarning` that names file and line.
-
-    Args:
-        folder: `runs/NAME`.
-
-    Raises:
-        FileNotFoundError: If it has no `config.json`.
-        ValueError: If `config.json` cannot be read as JSON.
-    """
-    folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        raise FileNotFoundError(
-            f"{folder} is not a run, it has no config.json: give a folder such as runs/NAME"
-        )
-    config = floats(_read_config(folder / "config.json"))
-    series: dict[str, dict[int, float]] = {}
-    for number, row in rows(folder / "metrics.jsonl"):
-        try:
-            step, values = int(row["step"]), {k: float(v) for k, v in row["values"].items()}
-        except (AttributeError, KeyError, TypeError, ValueError):
-            warn_skipped(folder / "metrics.jsonl", number, "is not a sample")
-            continue
-        for key, value in values.items():
-            series.setdefault(key, {})[step] = value
-    metrics = {}
-    for key, samples in series.items():
-        steps = np.array(sorted(samples), np.int64)
-        metrics[key] = (steps, np.array([samples[step] for step in steps.tolist()], np.float64))
-    events, faults = (tuple(read_jsonl(folder / name)) for name in _FILES[1:])
-    return Run(folder.resolve().name, folder, config, metrics, events, faults)
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    """What `config.json` holds."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
-
-
-def _differences(old: Any, new: Any, path: str = "") -> list[str]:
-    """Where two configurations differ, with both values."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        found = []
-        for key in sorted(old.keys() | new.keys()):
-            inner = f"{path}.{key}" if path else key
-            found += _differences(old.get(key, "absent"), new.get(key, "absent"), inner)
-        return found
-    return [] if old == new else [f"{path} was {old!r}, now {new!r}"]
+def _same(old: float, new: float) -> bool:
+    """Whether two values are equal, or both no number."""
+    return old == new or (math.isnan(old) and math.isnan(new))
 
 
 def _identity(row: Mapping[str, Any]) -> str:

@@ -26,7 +26,8 @@ from stabmon.alarms.detectors.latch import Patience
 from stabmon.alarms.detectors.limits import Threshold
 from stabmon.recovery.ladder import EXIT_UNRECOVERED, Kind
 from stabmon.recovery.replay import replay_events
-from stabmon.runs.runlog import load_run
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.run import load_run
 
 slow = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
@@ -67,7 +68,7 @@ def board(monkeypatch):
 def story(config):
     """Events but for their time: (kind, step, what)."""
     names = {"action": "action", "alarm": "key", "diagnosis": "fault"}
-    events = load_run(config.runs / "tiny").events
+    events = read_jsonl(config.runs / "tiny" / "events.jsonl")
     return [(e["kind"], e["step"], e.get(names.get(e["kind"], ""), "")) for e in events]
 
 

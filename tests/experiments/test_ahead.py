@@ -11,7 +11,7 @@ from experiments.loop.placement import ALONE, Placement, make_mesh, mesh_in_forc
 from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 MODEL = GPTConfig(layers=1, model=24, heads=2, context=12)
 OPTIMIZER = OptimizerConfig(warmup=2, every=2, keep=2)

@@ -15,7 +15,7 @@ from experiments.attention_fault import (
     tables,
 )
 from models.config import GPTConfig
-from stabmon.runs.runlog import read_jsonl
+from stabmon.runs.jsonl import read_jsonl
 
 TOY = Config(
     command="reference",

@@ -17,7 +17,7 @@ from experiments.support.verdicts import CLEAN, Verdict, judge
 from models.config import GPTConfig
 from stabmon.alarms.signatures import Fault
 from stabmon.runs.jsonl import plain, read_jsonl
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 DENSE = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
 TOY = Config(

@@ -21,7 +21,7 @@ from experiments.loop.placement import Placement
 from experiments.loop.step import MonitorConfig
 from experiments.train import Config, train
 from models.config import GPTConfig
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 ROOT = Path(__file__).parents[2]
 MODEL = GPTConfig(layers=1, model=32, heads=4, context=16)

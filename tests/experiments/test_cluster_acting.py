@@ -6,7 +6,7 @@ import pytest
 
 from experiments.loop import acting
 from experiments.train import train
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 from tests.experiments.test_acting import limited, story, tiny
 from tests.experiments.test_cluster import assert_same, start
 

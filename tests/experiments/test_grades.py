@@ -17,7 +17,7 @@ from experiments.support.grades_tables import claims, correlations, headline, ta
 from experiments.support.text_mixes import MIXES, write_mixes
 from models.config import GPTConfig
 from stabmon.runs.jsonl import read_jsonl
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 TOY = Config(
     arms=("clean", "learning rate ×40"),

@@ -25,7 +25,8 @@ from experiments.support.router_claims import claims, exponents
 from experiments.support.router_growth import Branch, margins, measure, slope
 from experiments.support.router_tables import headline, tables
 from models.config import GPTConfig
-from stabmon.runs.runlog import Run, load_run, read_jsonl
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.run import Run, load_run
 
 MOE = MoEConfig(
     steps=60,

@@ -23,7 +23,9 @@ from experiments.loop.step import MonitorConfig, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.alarms.reference import Band, Reference
-from stabmon.runs.runlog import RunLog, load_run, read_jsonl
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.run import load_run
+from stabmon.runs.runlog import RunLog
 
 ROOT = Path(__file__).parents[2]
 MODEL = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")

@@ -89,7 +89,7 @@ def test_a_torn_line_is_a_warning_on_stderr(tmp_path, capsys):
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1')
     assert main(["rank", str(tmp_path / "run")]) == 0
-    assert "line 2 is not a JSON object (torn" in capsys.readouterr().err
+    assert "metrics.jsonl: 1 line skipped, not JSON objects (torn" in capsys.readouterr().err
 
 
 def test_scan_tells_health_by_its_exit_code(tmp_path, capsys):

@@ -10,7 +10,7 @@ from stabmon.alarms.calibration import calibrate
 from stabmon.alarms.detectors.latch import Patience
 from stabmon.alarms.detectors.limits import Threshold
 from stabmon.alarms.lead import alarms_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 ONE = Patience(dwell=1, cooldown=0)
 build = lambda t: Threshold("limit", "m", t, patience=ONE)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabmon.alarms.reference import Reference, learn
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 STEPS = np.arange(0, 1000, 20)
 KEY = "delta50/global/delta2/entropy/mean"

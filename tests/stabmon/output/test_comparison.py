@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from stabmon.output.comparison import compare, learn_reference
-from stabmon.runs.runlog import load_run
+from stabmon.runs.run import load_run
 
 
 @pytest.fixture(scope="module")

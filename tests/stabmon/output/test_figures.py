@@ -8,7 +8,7 @@ import pytest
 from stabmon.output.figures import layer_figure, line_figure, share_colors
 from stabmon.output.panels import Panel
 from stabmon.output.styles import styles
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 STEM = "delta50/global/delta2/modes"
 PANEL = Panel("Δ2", *(f"{STEM}/{aggregate}" for aggregate in ("mean", "p10", "p90", "min")))

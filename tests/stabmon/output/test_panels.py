@@ -7,7 +7,7 @@ import pytest
 
 from stabmon.output.panels import Panel, default_panels, layers_over_steps, thin
 from stabmon.quantities import split_key
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 
 def run_with(*keys, **fields):

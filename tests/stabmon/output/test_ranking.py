@@ -8,7 +8,7 @@ import pytest
 
 import stabmon
 from stabmon.output.ranking import active_alarms, grade_of, rank_checkpoints, state_of
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 RATIO, LOSS = "activations/global/rank_ratio/min", "symptoms/global/loss/value"
 STEPS = np.arange(10, 401, 10)

@@ -10,7 +10,8 @@ import pytest
 
 from stabmon.output.panels import Panel
 from stabmon.output.report import write_report
-from stabmon.runs.runlog import RunLog, load_run
+from stabmon.runs.run import load_run
+from stabmon.runs.runlog import RunLog
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'<script>alert(2)</script>&lt;"
 

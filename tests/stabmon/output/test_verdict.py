@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from stabmon.output.verdict import alarm_table, default_verdict, named, story
-from stabmon.runs.runlog import Run, load_run
+from stabmon.runs.run import Run, load_run
 
 
 def made(name="r", alarms=(), faults=()):

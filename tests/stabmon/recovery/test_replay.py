@@ -11,7 +11,7 @@ from stabmon.recovery.ladder import Policy
 from stabmon.recovery.recovery import Recovery
 from stabmon.recovery.replay import has_qk_norm, replay_events
 from stabmon.recovery.watcher import Watcher
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 from stabmon.runs.samples import samples
 from tests.stabmon.alarms.streams import GRADIENT, LOSS, UPDATE, stream
 

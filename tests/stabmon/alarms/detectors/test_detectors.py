@@ -9,7 +9,7 @@ import pytest
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.lead import first_by_key, lead_times
 from stabmon.alarms.reference import Band, Reference
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 STEPS = np.arange(0, 1000, 50)
 

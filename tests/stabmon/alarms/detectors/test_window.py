@@ -9,7 +9,7 @@ import pytest
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.detectors.window import HealthyWindow, median_and_spread
 from stabmon.alarms.reference import Reference, freeze
-from stabmon.runs.runlog import Run
+from stabmon.runs.run import Run
 
 STEPS = np.arange(0, 1000, 20)
 
