@@ -158,7 +158,8 @@ class Acting:
         step = int(state.step)
         if step in self.saved.steps():
             return
-        finite = all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(state.params))
+        trees = jax.tree.leaves((state.params, state.opt_state))
+        finite = all(bool(jnp.all(jnp.isfinite(x))) for x in trees)
         self.recovery.ledger.saved(step, self.watcher.board.grade, loss, finite)
         self.saved.save(state, self._state())
         for old in self.recovery.ledger.deletable():

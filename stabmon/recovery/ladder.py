@@ -125,6 +125,7 @@ class Standing:
         target: Checkpoint of the rollback under way.
         since: Step of the alarm that brought it about.
         kept: Whether the batches around an S0 were asked for since the last rollback.
+        undone: Steps of non-finite values for which the run was rolled back.
     """
 
     phase: Phase = Phase.RUNNING
@@ -134,6 +135,7 @@ class Standing:
     target: int | None = None
     since: int | None = None
     kept: bool = False
+    undone: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -146,7 +148,7 @@ class Observation:
         health: State of the grade table.
         grade: Stability grade, None where none is measured.
         diagnosis: What the alarms of this step say, None without new alarms.
-        checkpoint: Newest checkpoint that is trusted, None without one.
+        checkpoint: Checkpoint to go back to, None without one that is finite.
     """
 
     step: int
@@ -160,6 +162,8 @@ class Observation:
 # Nothing is done about what passes by itself, what is the data's, and what is not understood.
 _DANGEROUS = frozenset({Fault.NONFINITE, Fault.LOW_RANK})
 _HARMLESS = frozenset({Fault.DIRTY_BATCH, Fault.REPEATED_DATA, Fault.UNKNOWN})
+# Non-finite values so near to where they were undone are the same fault: samples lie between.
+_SAME = 20
 
 
 def transition(
@@ -238,13 +242,25 @@ def _named(diagnosis: Diagnosis) -> str:
 def _roll_back(
     policy: Policy, now: Standing, seen: Observation, why: str
 ) -> tuple[Standing, list[Action]]:
-    """Back to the last trusted checkpoint with a smaller learning rate; or the end."""
+    """Back to a checkpoint with a smaller learning rate; or the end.
+
+    Non-finite values that come back at the same step are not the learning rate's: the run stops,
+    rather than cut the rate again.
+    """
     dry, step = not policy.act, seen.step
     if now.rollbacks >= policy.max_rollbacks:
         reason = f"{why}; {now.rollbacks} rollbacks were made, which is as many as allowed"
         return replace(now, phase=Phase.STOPPED), [Action(Kind.STOP, step, reason, dry)]
     if seen.checkpoint is None:
-        reason = f"{why}; there is no healthy checkpoint to go back to"
+        reason = f"{why}; there is no finite checkpoint to go back to"
+        return replace(now, phase=Phase.STOPPED), [Action(Kind.STOP, step, reason, dry)]
+    broken = seen.diagnosis is not None and seen.diagnosis.fault is Fault.NONFINITE
+    if broken and any(abs(step - at) <= _SAME for at in now.undone):
+        cause = "its data were skipped" if policy.skip_data else "skip its data (skip_data)"
+        reason = (
+            f"{why}; they came back at the same step after a rollback with a smaller learning "
+            f"rate: the fault is bound to this step; {cause}"
+        )
         return replace(now, phase=Phase.STOPPED), [Action(Kind.STOP, step, reason, dry)]
     scale, target = now.scale * policy.cut, seen.checkpoint
     actions = [
@@ -260,5 +276,6 @@ def _roll_back(
         until = step + policy.verify
         rollbacks = now.rollbacks + 1
         return replace(now, phase=Phase.VERIFYING, until=until, rollbacks=rollbacks), actions
+    undone = (*now.undone, step) if broken else now.undone
     now = replace(now, phase=Phase.ROLLING_BACK, target=target, since=since, scale=scale)
-    return replace(now, rollbacks=now.rollbacks + 1), actions
+    return replace(now, rollbacks=now.rollbacks + 1, undone=undone), actions

@@ -1,8 +1,9 @@
 """Which checkpoints are healthy, and which may be deleted.
 
 A checkpoint is trusted only when the run has stayed healthy for some time before and after it: an
-alarm comes later than the fault, so what was saved just before one is suspect. Saving and deleting
-themselves are the caller's.
+alarm comes later than the fault, so what was saved just before one is suspect. Trust decides which
+checkpoint is preferred, never whether one survives: one that is known to be finite is always kept.
+Saving and deleting themselves are the caller's.
 """
 
 import math
@@ -19,7 +20,7 @@ class CheckpointHealth:
         step: Its step.
         grade: Stability grade when it was saved, None where none is measured.
         loss: Loss when it was saved, nats per token.
-        finite: Whether all that was measured then was finite.
+        finite: Whether parameters, optimizer state and loss were finite then.
         suspect: Whether the run was in alarm within the dwell before or after it.
         trusted: Whether it has been healthy for the dwell on both sides.
     """
@@ -94,6 +95,20 @@ class CheckpointLedger:
         steps = [e.step for e in self.entries.values() if e.trusted]
         return max((s for s in steps if before is None or s < before), default=None)
 
+    def target(self, before: int | None = None) -> int | None:
+        """Step of the checkpoint to go back to, earlier than `before`; None without a finite one.
+
+        The newest that is trusted; else the newest that is finite, not suspect and of a healthy
+        grade; else not suspect; else finite.
+        """
+        finite = [
+            entry
+            for entry in self.entries.values()
+            if entry.finite and (before is None or entry.step < before)
+        ]
+        order = lambda x: (x.trusted, not x.suspect, not x.suspect and self._fit(x), x.step)
+        return max(finite, key=order).step if finite else None
+
     def best(self) -> int | None:
         """Step of the trusted checkpoint with the lowest loss.
 
@@ -105,8 +120,9 @@ class CheckpointLedger:
     def deletable(self) -> tuple[int, ...]:
         """Steps of checkpoints that may be deleted.
 
-        Never the newest `keep`, the last two that are trusted, the best, nor the oldest that can
-        still become trusted: else none would live long enough.
+        Never the newest `keep`, the last two that are trusted, the best, the newest that is finite,
+        the one to go back to, nor the oldest that can still become trusted: else none would live
+        long enough.
         """
         steps = sorted(self.entries)
         trusted = [step for step in steps if self.entries[step].trusted]
@@ -116,8 +132,8 @@ class CheckpointLedger:
             if not entry.trusted and not entry.suspect and self._fit(entry)
         ]
         kept = {*steps[-self.keep :], *trusted[-2:], *sorted(pending)[:1]}
-        if (best := self.best()) is not None:
-            kept.add(best)
+        finite = [step for step in steps if self.entries[step].finite]
+        kept |= {step for step in (*finite[-1:], self.best(), self.target()) if step is not None}
         return tuple(step for step in steps if step not in kept)
 
     def forget(self, steps: Collection[int]) -> None:

@@ -88,7 +88,7 @@ class Recovery:
             health,
             grade,
             diagnosis if alarms else None,
-            self.ledger.last_healthy(before=step),
+            self.ledger.target(before=step),
         )
         self.standing, actions = transition(self.policy, self.standing, seen)
         if self.phase is Phase.ROLLING_BACK and actions:
@@ -132,6 +132,7 @@ class Recovery:
             )
         standing: dict[str, Any] = {**state["standing"]}
         standing["phase"] = Phase(standing["phase"])
+        standing["undone"] = tuple(standing["undone"])
         self.standing = Standing(**standing)
         self.pending = tuple(
             Action(**row | {"kind": Kind(row["kind"])}) for row in state["pending"]

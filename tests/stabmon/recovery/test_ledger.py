@@ -9,6 +9,10 @@ from hypothesis import strategies as st
 
 from stabmon.recovery.ledger import CheckpointLedger
 
+saves = st.tuples(st.just("save"), st.booleans(), st.sampled_from([None, 0, 3, 6]))
+notes = st.tuples(st.just("note"), st.booleans(), st.none())
+rewinds = st.tuples(st.just("rewind"), st.none(), st.integers(0, 60))
+
 
 def run(ledger, until, bad=(), every=100, sample=10, grade=6, loss=2.0):
     """A run that saves each `every` steps and is not healthy at the steps in `bad`."""
@@ -113,3 +117,59 @@ def test_a_loss_that_is_no_number_survives_the_state_as_json():
 def test_a_ledger_without_sense_is_refused():
     with pytest.raises(ValueError, match="keep >= 1, got 500 and 0"):
         CheckpointLedger(keep=0)
+
+
+@given(
+    st.lists(st.one_of(saves, notes, rewinds), max_size=60),
+    st.integers(1, 4),
+    st.sampled_from([0, 30, 1000]),
+)
+def test_a_finite_checkpoint_is_kept_whatever_grade_dwell_and_rotation_say(story, keep, dwell):
+    """At every moment: the newest that is known to be finite, of all that were ever saved."""
+    ledger, finite, step = CheckpointLedger(dwell=dwell, keep=keep), set(), 0
+    for what, good, extra in story:
+        step += 10
+        if what == "save":
+            ledger.saved(step, extra, 2.0, good)
+            finite |= {step} if good else set()
+            ledger.forget(ledger.deletable())
+        elif what == "note":
+            ledger.note(step, good)
+        else:
+            back = ledger.target(before=step)
+            if back is not None:
+                step = back
+                ledger.rewind(step)
+                finite = {at for at in finite if at <= step}
+        ledger.forget(ledger.deletable())
+        assert max(finite, default=None) in (None, *ledger.entries)
+        target = ledger.target()
+        assert (target is None) == (not finite)
+        assert target is None or ledger.entries[target].finite
+        assert len(ledger.entries) <= keep + 6
+
+
+def test_a_nan_right_after_a_save_leaves_something_to_go_back_to():
+    ledger = CheckpointLedger()
+    for step in range(10, 1001, 10):
+        ledger.note(step, healthy=step < 503)
+        if step % 100 == 0:
+            ledger.saved(step, 3, 2.0 if step < 503 else math.nan)
+            ledger.forget(ledger.deletable())
+    assert ledger.last_healthy() is None
+    assert ledger.target(before=1000) == 500
+
+
+def test_trust_is_preferred_and_then_a_checkpoint_that_no_alarm_is_near():
+    ledger = CheckpointLedger(dwell=100)
+    for step, grade, loss in ((100, 6, 2.0), (200, 6, 2.0), (300, 3, 2.0), (400, 6, math.nan)):
+        ledger.saved(step, grade, loss)
+    assert ledger.target() == 200
+    ledger.note(250, healthy=False)
+    assert ledger.target() == 100  # 200 is suspect, 300 of a low grade
+    ledger.forget([100])
+    assert ledger.target() == 300
+    assert ledger.target(before=300) == 200
+    assert ledger.target(before=200) is None
+    ledger.note(400, healthy=True)
+    assert ledger.last_healthy() is None

@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.detectors.grades import Health
@@ -207,6 +209,59 @@ def test_the_offending_data_is_skipped_if_wanted():
     actions = recovery.update(1010, healthy=False, health=Health.DANGER, grade=1)
     assert actions[-1].kind is Kind.SKIP_DATA
     assert actions[-1].fields == {"first": 900, "last": 1010}
+
+
+def bound_to(fault, every, saved_every, **policy):
+    """What is done, by whom a NaN at step `fault` is met each time unless its data are skipped."""
+    recovery = Recovery(Policy(act=True, watch=200, verify=300, **policy), CheckpointLedger(100))
+    step, skipped, done = 0, False, []
+    while step < 3000 and not recovery.stop:
+        step += every
+        if step % saved_every == 0:
+            recovery.ledger.saved(step, 3, 2.0)
+        if step - every < fault <= step and not skipped:
+            broken = named(Fault.NONFINITE)
+            done += recovery.update(step, ALARM, 3, healthy=False, diagnosis=broken)
+        else:
+            done += recovery.update(step, (), 3, healthy=True)
+        if recovery.phase is Phase.ROLLING_BACK:
+            skipped |= any(x.kind is Kind.SKIP_DATA for x in recovery.pending)
+            step = recovery.standing.target
+            recovery.rolled_back()
+            recovery.restore(json.loads(json.dumps(recovery.state(), allow_nan=False)))
+    return recovery, done
+
+
+@given(
+    st.integers(400, 2500), st.sampled_from([10, 20]), st.sampled_from([100, 200]), st.booleans()
+)
+@settings(max_examples=40, deadline=None)
+def test_a_fault_bound_to_a_step_is_skipped_or_stops_the_run(fault, every, saved_every, skip):
+    recovery, done = bound_to(fault, every, saved_every, skip_data=skip)
+    kinds = [action.kind for action in done]
+    assert kinds.count(Kind.SCALE_LEARNING_RATE) == 1
+    assert kinds.count(Kind.ROLL_BACK) == 1
+    assert recovery.standing.scale == 0.4
+    if skip:
+        assert (kinds[-1], recovery.phase) == (Kind.RESUME, Phase.RUNNING)
+    else:
+        assert (kinds[-1], recovery.phase) == (Kind.STOP, Phase.STOPPED)
+        assert "came back at the same step after a rollback" in done[-1].reason
+        assert "skip its data" in done[-1].reason
+
+
+def test_a_second_fault_at_another_step_is_one_of_its_own():
+    run = Run().go(1000)
+    run.sick(1010, alarms=ALARM, diagnosis=named(Fault.NONFINITE))
+    run.go(1500).sick(1510, alarms=ALARM, diagnosis=named(Fault.NONFINITE))
+    assert [kind for _, kind in run.done].count(Kind.ROLL_BACK) == 2
+    assert run.recovery.phase is Phase.VERIFYING
+
+
+def test_a_run_without_trust_goes_back_to_what_is_finite():
+    run = Run().go(150)
+    run.sick(160, health=Health.DANGER, grade=2)
+    assert run.step == 100
 
 
 def test_killed_in_the_midst_of_a_rollback_the_same_actions_are_pending():
