@@ -62,8 +62,10 @@ class Board:
 
     def alarm(self, alarm: Alarm) -> None:
         """Print an alarm above the bar, when it happens."""
+        expected = "" if alarm.reference is None else f", expected {alarm.reference:.4g}"
+        spreads = "" if alarm.z is None else f" (z = {alarm.z:+.1f})"
         self._progress.console.print(
-            f"[bold red]alarm[/] step {alarm.step}: {alarm.key} = {alarm.value:.4g}, expected "
-            f"{alarm.reference:.4g} (z = {alarm.z:+.1f})",
+            f"[bold red]alarm[/] step {alarm.step}: {alarm.key} = {alarm.value:.4g}"
+            f"{expected}{spreads}",
             highlight=False,
         )
