@@ -3,6 +3,10 @@
 from optax_ext._clip import QKClipState as QKClipState
 from optax_ext._clip import qk_clip as qk_clip
 from optax_ext._delta import track_delta as track_delta
+from optax_ext._monitored import MonitoredState as MonitoredState
+from optax_ext._monitored import monitored as monitored
+from optax_ext._monitored import monitored_since as monitored_since
+from optax_ext._monitored import read_monitored as read_monitored
 from optax_ext._msign import MsignState as MsignState
 from optax_ext._msign import msign as msign
 from optax_ext._msign import msign_names as msign_names

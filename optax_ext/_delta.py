@@ -4,13 +4,15 @@ It changes no update. Reading the differences is `stabmon.read_delta`; measuring
 `stabmon.Monitor`.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import PyTree
 
-from stabmon.layout import Select, selection
+from stabmon.layout import Select, leaves_with_paths, selection
 from stabmon.monitor.snapshots import TrackDeltaState
 
 
@@ -29,13 +31,15 @@ def track_delta(
     leaves, sharded like them. Between snapshots nothing is computed or copied.
 
     Place in the chain: last, after everything that changes the update, `msign` included. Inside
-    `optax.MultiSteps` steps are counted by applied updates.
+    `optax.MultiSteps` steps are counted by applied updates. A state restored into a chain with
+    another `every`, `keep`, `select` or `source` is not misread: the ring starts anew (see
+    `TrackDeltaState.conflict`).
 
     Args:
         every: Steps between snapshots, at least 1.
         keep: Snapshots kept, at least 1; the longest lag is keep·every.
-        select: Which leaves: None for all floating-point leaves, a regular expression on the path,
-            a predicate (path, leaf), or a tree of booleans. See `stabmon.layout.selection`.
+        select: Which leaves: None for all real floating-point leaves, a regular expression on the
+            path, a predicate (path, leaf), or a tree of booleans. See `stabmon.layout.selection`.
         source: "params" snapshots the parameters as they are before the update. "updates" sums the
             updates in float32 instead: bfloat16 parameters swallow changes below 2⁻⁹|w|, the sum
             does not (one more float32 copy of the selected leaves and one addition a step).
@@ -48,8 +52,8 @@ def track_delta(
 
     Raises:
         ValueError: `every` or `keep` is below 1, `source` or `memory_kind` is unknown; in `init`,
-            `select` matches nothing, or the backend has no such memory; in `update`, `params` is
-            None.
+            `select` matches nothing or a leaf that is not floating-point, or the backend has no
+            such memory; in `update`, `params` is None or the state is of another transform.
 
     >>> import jax.numpy as jnp, optax
     >>> tx = optax.chain(optax.adamw(1e-3), track_delta(every=10, keep=2, select="attn"))
@@ -80,19 +84,25 @@ def track_delta(
 
     def init_fn(params):
         _check_memory(memory_kind)
-        zeros = pick(optax.tree.zeros_like(params), params)
+        chosen = pick(params, params)
+        _check_leaves(chosen)
+        zeros = jax.tree.map(lambda x: jnp.zeros_like(x, jnp.result_type(x)), chosen)
         total = None
         if source == "updates":
             zeros = jax.tree.map(lambda x: x.astype(jnp.float32), zeros)
             total = zeros
-        state: Any = TrackDeltaState(
-            delta_step=jnp.zeros((), jnp.int32),
+        count = jnp.zeros((), jnp.int32)
+        state = TrackDeltaState(
+            delta_step=count,
+            delta_start=jnp.copy(count),
+            delta_setup=count,
             delta_ring=tuple(held(jax.tree.map(jnp.copy, zeros)) for _ in range(keep)),
             delta_total=total,
             every=every,
             memory_kind=memory_kind,
         )
-        return state
+        begun: Any = dataclasses.replace(state, delta_setup=jnp.asarray(state.expected_setup()))
+        return begun
 
     def update_fn(updates, state, params=None, **extra_args):
         del extra_args
@@ -100,13 +110,18 @@ def track_delta(
             raise ValueError(
                 "track_delta: `update` got params=None; call tx.update(grads, state, params)"
             )
+        _check_form(state, keep, source)
+        # What was pickled brings the cadence of its own chain.
+        state = dataclasses.replace(state, every=every, memory_kind=memory_kind)
         now = pick(params, params) if source == "params" else state.delta_total
+        cast = lambda x, like: jnp.asarray(x, like.dtype)
+        taken = lambda old: held(jax.tree.map(cast, now, old))
         boundary = state.delta_step % every == 0
         place = state.delta_step // every % keep
         # One conditional for each place of the ring: XLA then hands the untouched places through.
         # A single one that shifted the ring would copy all of it on every step.
         ring = tuple(
-            jax.lax.cond(boundary & (place == i), lambda old: held(now), lambda old: old, old)
+            jax.lax.cond(boundary & (place == i), taken, lambda old: old, old)
             for i, old in enumerate(state.delta_ring)
         )
         total = state.delta_total
@@ -114,16 +129,38 @@ def track_delta(
             total = jax.tree.map(
                 lambda u, sum_: sum_ + u.astype(jnp.float32), pick(updates, params), total
             )
-        new_state: Any = TrackDeltaState(
+        new_state: Any = dataclasses.replace(
+            state,
             delta_step=optax.safe_increment(state.delta_step),
+            delta_start=state.started(),
+            delta_setup=jnp.asarray(state.expected_setup()),
             delta_ring=ring,
             delta_total=total,
-            every=every,
-            memory_kind=memory_kind,
         )
         return updates, new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _check_leaves(chosen: PyTree) -> None:
+    """Raises ValueError for a selected leaf of which there is no difference in float32."""
+    for path, leaf in leaves_with_paths(chosen):
+        if not jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else type(leaf), jnp.floating):
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            raise ValueError(
+                f"track_delta: {path} is {kind}, only real floating-point leaves have snapshots; "
+                "leave it out with select="
+            )
+
+
+def _check_form(state: TrackDeltaState, keep: int, source: str) -> None:
+    """Raises ValueError for a state of another transform, as a pickled one may be."""
+    there = len(state.delta_ring), "params" if state.delta_total is None else "updates"
+    if there != (keep, source):
+        raise ValueError(
+            f"track_delta: the state is of keep={there[0]}, source={there[1]!r}, the transform of "
+            f"keep={keep}, source={source!r}; make a state of its own with `tx.init`"
+        )
 
 
 def _check_memory(kind: str | None) -> None:

@@ -5,6 +5,7 @@ optimizer state). Adding or dropping a stage of an optimizer chain breaks an Orb
 run must be able to switch its monitors on or off; so their state is an item of its own.
 """
 
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,6 +111,8 @@ class Checkpoints:
         got = self._read(step, items)
         if ring is not None:
             ring = jax.tree.unflatten(jax.tree.structure(ring), jax.tree.leaves(got["monitor"]))
+            if conflict := ring.conflict():
+                warnings.warn(f"checkpoint {step}: {conflict}", stacklevel=2)
         count = jax.device_put(np.asarray(step, like.step.dtype), like.step.sharding)
         return TrainState(count, got["params"], attach(got["optimizer"], ring))
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import PyTree
 
 Select = str | Callable[[str, Any], bool] | PyTree[bool] | None
@@ -37,8 +36,8 @@ def selection(params: PyTree, select: Select) -> PyTree[bool]:
 
     Args:
         params: Parameter tree.
-        select: None for every floating-point leaf; a regular expression searched in the path; a
-            predicate (path, leaf) -> bool, such as `layout.selects("attention")`; or a tree of
+        select: None for every real floating-point leaf; a regular expression searched in the path;
+            a predicate (path, leaf) -> bool, such as `layout.selects("attention")`; or a tree of
             booleans like `params`.
 
     Raises:
@@ -50,10 +49,8 @@ def selection(params: PyTree, select: Select) -> PyTree[bool]:
     elif isinstance(select, str):
         chosen = [re.search(select, path_name(path)) is not None for path, _ in leaves]
     elif select is None:
-        chosen = [
-            np.issubdtype(leaf.dtype, np.inexact) or leaf.dtype == jnp.bfloat16
-            for _, leaf in leaves
-        ]
+        kinds = [getattr(leaf, "dtype", type(leaf)) for _, leaf in leaves]
+        chosen = [jnp.issubdtype(kind, jnp.floating) for kind in kinds]
     else:
         flags, given = jax.tree.flatten(select)
         if given != structure:

@@ -15,15 +15,37 @@ import orbax.checkpoint as ocp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from optax_ext._clip import qk_clip
 from optax_ext._delta import track_delta
+from optax_ext._monitored import monitored
 from optax_ext._msign import msign
 from optax_ext._recovery import scale_by_control
 from optax_ext._skip import skip_spikes
+from stabmon import Monitor, find_layout
+
+
+def clipped():
+    """`qk_clip` with the largest logits filled in."""
+    tx, logits = qk_clip(1.0), jnp.full((8, 2), 2.0)
+
+    def update(updates, state, params=None, **extra_args):
+        return tx.update(updates, state, params, max_attention_logits=logits, **extra_args)
+
+    return optax.GradientTransformationExtraArgs(tx.init, update)
+
+
+def measured():
+    """`monitored` around a chain of its own."""
+    monitor = Monitor(find_layout(draw(0)), delta=2, weights=0, router=0, activations=0, symptoms=1)
+    return monitored(optax.chain(optax.sgd(1e-2), track_delta(every=2, keep=2)), monitor)
+
 
 FACTORIES = {
+    "monitored": measured,
     "msign": functools.partial(msign, period=2, method=lambda x: 2 * x),
     "msign staggered": functools.partial(msign, period=2, stagger=True, method=lambda x: 2 * x),
     "msign triggered": functools.partial(msign, period=1, trigger=0.5, method=lambda x: 2 * x),
+    "qk_clip": clipped,
     "scale_by_control": scale_by_control,
     "skip_spikes": lambda: skip_spikes(optax.adam(1e-2)),
     "track_delta": functools.partial(track_delta, every=2, keep=2, select="q"),

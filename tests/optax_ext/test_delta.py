@@ -176,14 +176,14 @@ def test_update_without_params_is_refused():
 
 def test_a_chain_without_a_ring_is_refused_on_reading():
     params = make_params()
-    with pytest.raises(ValueError, match="found 0; end the chain with it"):
+    with pytest.raises(ValueError, match="found 0 in a chain of EmptyState, EmptyState; end the"):
         optax_ext.read_delta(optax.sgd(0.1).init(params), params)
 
 
 def test_two_rings_are_refused_on_reading():
     params = make_params()
     tx = optax.chain(optax_ext.track_delta(), optax_ext.track_delta(every=5))
-    with pytest.raises(ValueError, match="found 2; pass the part"):
+    with pytest.raises(ValueError, match=r"found 2 \(every=50 keep=4, every=5 keep=4\); pass"):
         optax_ext.read_delta(tx.init(params), params)
 
 
@@ -231,3 +231,123 @@ def test_a_backend_without_the_memory_is_refused(monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [Bare()])
     with pytest.raises(ValueError, match=r"backend 'cpu' has no memory 'pinned_host', it has \[\]"):
         optax_ext.track_delta(memory_kind="pinned_host").init(make_params())
+
+
+def restored(tx, params, saved):
+    """The saved arrays in a state of `tx`, as a checkpoint restores them."""
+    return jax.tree.unflatten(jax.tree.structure(tx.init(params)), jax.tree.leaves(saved))
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "word"),
+    [
+        ({"every": 3}, {"every": 5}, "every 3, now 5"),
+        ({"every": 3, "select": "q|k"}, {"every": 3, "select": "k|v"}, "select (checksum) "),
+    ],
+)
+def test_a_ring_of_another_chain_is_not_read_and_starts_anew(first, second, word):
+    params = {name: jnp.full((2, 2), float(i)) for i, name in enumerate("qkv")}
+    before, after = (optax_ext.track_delta(keep=2, **kwargs) for kwargs in (first, second))
+    *_, (_, saved, params) = walk(before, params, 8)
+    state = restored(after, params, saved)
+    assert word in find_state(state).conflict()
+    assert "starts anew at step 8" in find_state(state).conflict()
+    assert [int(d.age) for d in read_delta(state, params).values()] == [0, 0]
+    history, update, every = {}, jax.jit(after.update), second["every"]
+    for step in range(8, 8 + 3 * every):
+        history[step] = params
+        for lag, delta in read_delta(state, params).items():
+            age = int(delta.age)
+            # The first snapshot of its own is that of the first multiple of `every` from 8 on.
+            assert (age > 0) == ((step - 1) // every * every - (lag - every) >= 8)
+            if age:
+                expected = params["k"] - history[step - age]["k"]
+                np.testing.assert_array_equal(delta.tree["k"], expected)
+        _, state = update(params, state, params)
+        params = jax.tree.map(lambda p, step=step: p + step, params)
+    assert age > 0
+    assert find_state(state).conflict() is None
+    assert int(find_state(state).delta_step) == 8 + 3 * every
+
+
+def test_the_same_chain_goes_on_after_a_restore():
+    tx = optax_ext.track_delta(every=2, keep=2)
+    *_, (_, saved, params) = walk(tx, make_params(), 5)
+    state = restored(tx, params, saved)
+    assert find_state(state).conflict() is None
+    assert [int(d.age) for d in read_delta(state, params).values()] == [1, 3]
+
+
+def test_a_pickled_state_of_another_transform():
+    params = make_params()
+    state = optax_ext.track_delta(every=3, keep=2).init(params)
+    with pytest.raises(ValueError, match="the state is of keep=2, source='params', the transform"):
+        optax_ext.track_delta(every=3, keep=4).update(params, state, params)
+    _, new = optax_ext.track_delta(every=5, keep=2).update(params, state, params)
+    assert (new.every, new.conflict()) == (5, None)
+
+
+def test_leaves_that_are_no_real_numbers_are_left_out_by_default():
+    params = {
+        "w": jnp.ones((2, 2)),
+        "float8": jnp.ones((2, 2), jnp.float8_e4m3fn),
+        "gain": 1.0,
+        "none": None,
+        "count": jnp.zeros((), jnp.int32),
+        "phase": jnp.ones(2, jnp.complex64),
+        "key": jax.random.key(0),
+        "on": True,
+    }
+    tx = optax_ext.track_delta(every=1, keep=1)
+    state = jax.jit(tx.update)(params, tx.init(params), params)[1]
+    moved = params | {"w": jnp.full((2, 2), 3.0), "gain": 1.5}
+    tree = read_delta(state, moved)[1].tree
+    masked = {name for name in params if isinstance(tree[name], optax.MaskedNode)}
+    assert masked == {"count", "phase", "key", "on"}
+    assert tree["none"] is None
+    assert float(tree["gain"]) == 0.5
+    np.testing.assert_array_equal(tree["w"], 2)
+    assert tree["float8"].dtype == jnp.float32
+
+
+@pytest.mark.parametrize(
+    ("leaf", "kind"),
+    [
+        (jnp.zeros(3, jnp.int32), "int32"),
+        (jnp.zeros(3, jnp.complex64), "complex64"),
+        (jax.random.key(0), "key<fry>"),
+        (3, "int"),
+    ],
+)
+def test_a_selected_leaf_without_differences_is_named(leaf, kind):
+    with pytest.raises(ValueError, match=f"track_delta: odd is {kind}, only real floating-point"):
+        optax_ext.track_delta(select="odd").init({"odd": leaf})
+
+
+def test_a_ring_inside_a_wrapper_that_reshapes_is_refused_on_reading():
+    params = make_params()
+    state = optax.flatten(optax_ext.track_delta()).init(params)
+    with pytest.raises(ValueError, match=r"holds '' of shape \(27,\).*outside of .* optax.flatten"):
+        optax_ext.read_delta(state, params)
+
+
+def test_parameters_of_another_model_are_refused_on_reading():
+    state = optax_ext.track_delta().init({"w": jnp.ones((2, 3))})
+    with pytest.raises(ValueError, match=r"w has shape \(3, 2\), its snapshots have \(2, 3\)"):
+        optax_ext.read_delta(state, {"w": jnp.ones((3, 2))})
+
+
+def test_the_optimizer_of_flax_nnx_unconverted():
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    tx = optax.chain(optax.sgd(1.0), optax_ext.track_delta(every=1, keep=1))
+    optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
+    optimizer.update(model, jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param)))
+    delta = optax_ext.read_delta(optimizer.opt_state, nnx.state(model, nnx.Param))[1]
+    np.testing.assert_allclose(delta.tree["kernel"][...], -1, rtol=1e-6)
+
+
+def test_nothing_is_nan_before_there_are_snapshots():
+    with jax.debug_nans(True):
+        *_, (_, state, params) = walk(optax_ext.track_delta(every=2, keep=2), make_params(), 1)
+        jax.block_until_ready(read_delta(state, params))
