@@ -37,7 +37,9 @@ def compiled_at_the_step(caplog, placement, begin):
     return {name for name in ("train", "measure") if any(f"jit({name})" in m for m in messages)}
 
 
-@pytest.mark.parametrize("placement", [ALONE, Placement("mixed", 2)])
+@pytest.mark.parametrize(
+    "placement", [ALONE, pytest.param(Placement("mixed", 2), marks=pytest.mark.slow)]
+)
 def test_what_is_compiled_ahead_is_not_compiled_again(caplog, placement):
     start = lambda ahead, step, given: ahead.start(step, given, [(), DUE])
     assert compiled_at_the_step(caplog, placement, start) == set()

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _strict_dtypes():
     with jax.numpy_dtype_promotion("strict"):
         yield

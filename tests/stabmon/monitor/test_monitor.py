@@ -30,17 +30,20 @@ def make(params, **options):
     return stabmon.Monitor(stabmon.find_layout(params), **(cadences | options)), tx
 
 
-def run(monitor, tx, params, steps, plant=None):
-    """Readings of every step; `plant` is added to the gradients of layer 1, query head 2."""
+NO_PLANT = np.zeros((16, 4), np.float32)
+DRIFT = np.full((16, 4), 0.05, np.float32)
+
+
+def stepping(monitor, tx):
+    """A training step with noise for gradients, that measures what is due."""
 
     @quick_jit
-    def step(params, state, i):
+    def step(params, state, i, plant):
         tokens = jax.random.randint(jax.random.fold_in(jax.random.key(1), i), (2, 8), 0, 32)
         noise = lambda p: jax.random.normal(jax.random.fold_in(jax.random.key(2), i), p.shape)
         grads = jax.tree.map(lambda p: 1e-3 * noise(p), params)
-        if plant is not None:
-            q = grads["layers"]["attn"]["q"]
-            q["kernel"] = q["kernel"].at[1, :, 2].add(plant)
+        q = grads["layers"]["attn"]["q"]
+        q["kernel"] = q["kernel"].at[1, :, 2].add(plant)
         updates, new_state = tx.update(grads, state, params)
         readings = monitor(
             i,
@@ -53,23 +56,48 @@ def run(monitor, tx, params, steps, plant=None):
         )
         return optax.apply_updates(params, updates), new_state, readings
 
+    return step
+
+
+def run(step, tx, params, steps, plant=NO_PLANT):
+    """Readings of every step; `plant` is added to the gradients of layer 1, query head 2."""
     state, out = tx.init(params), []
     for i in range(steps):
-        params, state, readings = step(params, state, jnp.int32(i))
+        params, state, readings = step(params, state, jnp.int32(i), plant)
         out.append((params, readings))
     assert step._cache_size() == 1
     return out
 
 
-def test_each_tier_speaks_at_its_cadence_and_only_when_its_lag_is_full(params):
-    monitor, tx = make(params, lags=(5, 10))
-    spoken = [{k.split("/")[0] for k in r.flatten()} for _, r in run(monitor, tx, params, 11)]
+@pytest.fixture(scope="module")
+def full(params):
+    """Everything measured in full, by one compiled step that several tests run."""
+    monitor, tx = make(params, detail="full", lags=(5, 10))
+    return monitor, tx, stepping(monitor, tx)
+
+
+@pytest.fixture(scope="module")
+def noise(full, params):
+    """Eleven steps without a plant."""
+    _, tx, step = full
+    return run(step, tx, params, 11)
+
+
+@pytest.fixture(scope="module")
+def drift(full, params):
+    """Eleven steps with a drift of rank one."""
+    _, tx, step = full
+    return run(step, tx, params, 11, DRIFT)
+
+
+def test_each_tier_speaks_at_its_cadence_and_only_when_its_lag_is_full(full, noise):
+    spoken = [{k.split("/")[0] for k in readings.flatten()} for _, readings in noise]
     assert spoken[0] == {"weights", "attention", "activations", "symptoms"}
     assert spoken[1] == {"symptoms"}
     assert spoken[2] == {"attention", "activations", "symptoms"}
     assert spoken[5] == {"delta5", "symptoms"}
     assert spoken[10] == {"delta5", "delta10", "attention", "activations", "symptoms"}
-    assert [monitor.due(i) for i in (1, 5)] == [("symptoms",), ("delta", "symptoms")]
+    assert [full[0].due(i) for i in (1, 5)] == [("symptoms",), ("delta", "symptoms")]
 
 
 def test_nothing_is_due_where_nothing_is_measured(params):
@@ -77,12 +105,11 @@ def test_nothing_is_due_where_nothing_is_measured(params):
     assert [monitor.due(i) for i in (3, 4, 5)] == [(), ("weights",), ("delta",)]
 
 
-def test_tiers_named_outside_of_jit_are_measured_and_no_others(params):
-    monitor, tx = make(params, lags=(5, 10), activations=0, weights=0)
-    steps = run(monitor, tx, params, 11)
-    now, under_conditionals = steps[9][0], steps[10][1].flatten()
+def test_tiers_named_outside_of_jit_are_measured_and_no_others(full, noise, params):
+    monitor, tx, _ = full
+    now, under_conditionals = noise[9][0], noise[10][1].flatten()
     state = tx.init(params)
-    for past, _ in [(params, None), *steps[:9]]:
+    for past, _ in [(params, None), *noise[:9]]:
         _, state = tx.update(jax.tree.map(jnp.zeros_like, past), state, past)
     outright = jax.jit(lambda p, s: monitor(10, p, s, due=("delta",)))(now, state).flatten()
     expected = {k: v for k, v in under_conditionals.items() if k.startswith("delta")}
@@ -104,13 +131,12 @@ def test_an_unknown_tier_is_refused(params):
         monitor(0, params, tx.init(params), due=("deltas",))
 
 
-def test_lag_exponents_tell_drift_from_noise(params):
-    monitor, tx = make(params, lags=(5, 10), detail="full", include="lag_exponent")
-    noise = run(monitor, tx, params, 11)[10][1].flatten()
-    drift = run(monitor, tx, params, 11, plant=0.05 * jnp.ones((16, 4)))[10][1].flatten()
-    assert noise["delta10/global/query/lag_exponent/mean"] == pytest.approx(0.5, abs=0.2)
-    assert drift["delta10/layer_01/query/lag_exponent/max"] == pytest.approx(1.0, abs=0.02)
-    assert drift["delta10/layer_01/query/lag_exponent/worst_head"] == 2
+def test_lag_exponents_tell_drift_from_noise(noise, drift):
+    flat = drift[10][1].flatten()
+    even = noise[10][1].flatten()["delta10/global/query/lag_exponent/mean"]
+    assert even == pytest.approx(0.5, abs=0.2)
+    assert flat["delta10/layer_01/query/lag_exponent/max"] == pytest.approx(1.0, abs=0.02)
+    assert flat["delta10/layer_01/query/lag_exponent/worst_head"] == 2
 
 
 def test_no_decomposition_waits_for_the_pool_it_runs_on(params):
@@ -137,11 +163,9 @@ def test_depth_of_a_stacked_tree_does_not_grow_the_program():
     assert sizes[1] <= 1.01 * sizes[0]
 
 
-def test_delta_equals_the_metric_of_the_right_head(params):
-    monitor, tx = make(params, detail="full", include="delta5/delta2", lags=(5,))
-    steps = run(monitor, tx, params, 6)
-    flat = steps[5][1].flatten()
-    then, now = params["layers"]["attn"], steps[4][0]["layers"]["attn"]
+def test_delta_equals_the_metric_of_the_right_head(noise, params):
+    flat = noise[5][1].flatten()
+    then, now = params["layers"]["attn"], noise[4][0]["layers"]["attn"]
     expected = stabmon.qk_increment(
         then["q"]["kernel"][1, :, 3],
         then["k"]["kernel"][1, :, 1],
@@ -166,16 +190,15 @@ def test_delta_equals_the_metric_of_the_right_head(params):
 
 def test_a_planted_rank_one_drift_is_found_in_its_layer_and_head(params):
     monitor, tx = make(params, lags=(5,), activations=0, weights=0, symptoms=0)
-    flat = run(monitor, tx, params, 6, plant=0.05 * jnp.ones((16, 4)))[5][1].flatten()
+    flat = run(stepping(monitor, tx), tx, params, 6, DRIFT)[5][1].flatten()
     assert flat["delta5/global/delta2/effective_rank/worst_layer"] == 1
     assert flat["delta5/global/delta2/effective_rank/worst_head"] == 2
     assert flat["delta5/global/delta2/effective_rank/min"] < 2.5
     assert flat["delta5/global/delta2/effective_rank/mean"] > 3.5
 
 
-def test_weights_and_symptoms_equal_numpy(params):
-    monitor, tx = make(params, detail="full", delta=0, activations=0)
-    flat = run(monitor, tx, params, 1)[0][1].flatten()
+def test_weights_and_symptoms_equal_numpy(noise, params):
+    flat = noise[0][1].flatten()
     q = np.asarray(params["layers"]["attn"]["q"]["kernel"], np.float64)[1].reshape(16, 16)
     sigma = np.linalg.svd(q, compute_uv=False)
     np.testing.assert_allclose(
@@ -217,15 +240,15 @@ def test_weights_are_measured_as_they_are_stored():
     )
 
 
-def test_the_first_non_finite_leaf_is_named(params):
-    monitor, tx = make(params, delta=0, activations=0, weights=0)
-    plant = jnp.zeros((16, 4)).at[3, 1].set(jnp.nan)
-    steps = run(monitor, tx, params, 2, plant=plant)
+def test_the_first_non_finite_leaf_is_named(full, noise, params):
+    _, tx, step = full
+    plant = NO_PLANT.copy()
+    plant[3, 1] = np.nan
+    steps = run(step, tx, params, 2, plant)
     assert steps[0][1].offender() == "layers/attn/q/kernel"
     # The gradient's entry and the update's.
     assert steps[0][1].flatten()["symptoms/global/nonfinite/value"] == 2.0
-    healthy = run(monitor, tx, params, 1)[0][1]
-    assert healthy.offender() is None
+    assert noise[0][1].offender() is None
 
 
 def test_brief_is_bounded_whatever_the_depth():
@@ -247,14 +270,14 @@ def test_brief_is_bounded_whatever_the_depth():
 
 def test_include_and_exclude(params):
     monitor, tx = make(params, include=r"^symptoms/(loss|grad_norm)", exclude="grad")
-    flat = run(monitor, tx, params, 1)[0][1].flatten()
+    flat = run(stepping(monitor, tx), tx, params, 1)[0][1].flatten()
     assert list(flat) == ["symptoms/global/loss/value"]
 
 
 def test_patterns_that_leave_nothing_are_refused(params):
     monitor, tx = make(params, include="delta99")
     with pytest.raises(ValueError, match="would measure nothing"):
-        run(monitor, tx, params, 1)
+        run(stepping(monitor, tx), tx, params, 1)
 
 
 def test_a_negative_cadence_is_refused(params):
@@ -275,13 +298,13 @@ def test_a_bad_pattern_is_refused(params):
 def test_a_cadence_between_snapshots_is_refused(params):
     monitor, tx = make(params, delta=7)
     with pytest.raises(ValueError, match=r"no multiple of track_delta's every=5.*use delta=10"):
-        run(monitor, tx, params, 1)
+        run(stepping(monitor, tx), tx, params, 1)
 
 
 def test_an_untracked_lag_is_refused(params):
     monitor, tx = make(params, lags=(5, 20))
     with pytest.raises(ValueError, match=r"lags \[20\] are not tracked; one of \(5, 10\)"):
-        run(monitor, tx, params, 1)
+        run(stepping(monitor, tx), tx, params, 1)
 
 
 def test_kv_heads_that_do_not_divide_are_refused():
@@ -306,7 +329,7 @@ def test_a_chain_without_a_ring_is_refused(params):
 def test_the_jacobian_tier_needs_its_function(params):
     monitor, tx = make(params, jacobian=3)
     with pytest.raises(ValueError, match="the Jacobian tier needs jacobian=lambda"):
-        run(monitor, tx, params, 1)
+        run(stepping(monitor, tx), tx, params, 1)
 
 
 def test_the_jacobian_tier_measures_what_it_is_given(params):
