@@ -147,44 +147,47 @@ class Replay:
 
 @dataclass(frozen=True)
 class Rank:
-    """Rank a run's checkpoints by health and loss: collapsing with a low loss is not the best.
+    """Rank a run's checkpoints by loss, held-out if there is one, else of training.
+
+    Only those that are finite and free of alarms are ranked; the others follow, with the reason.
 
     Attributes:
         run: Folder of the run.
-        tolerance: How much lower, as a fraction, the loss of a checkpoint in caution must be to
-            come before a healthy one.
         json: Print JSON instead of a table.
     """
 
     run: Path
-    tolerance: float = 0.1
     json: bool = False
 
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import checkpoint_steps
-        from stabmon.output.ranking import rank_checkpoints
+        from stabmon.output.ranking import loss_key, rank_checkpoints
         from stabmon.output.terminal import show_json, table
+        from stabmon.quantities import HELD_OUT
         from stabmon.runs.run import load_run
 
         run = load_run(self.run)
         steps = checkpoint_steps(self.run / "checkpoints")
         if not steps:
             raise ValueError(f"{self.run / 'checkpoints'} holds no checkpoints to rank")
-        ranked = rank_checkpoints(run, steps, self.tolerance)
+        ranked = rank_checkpoints(run, steps)
         console = _console()
         if self.json:
             show_json(console, [{**asdict(x), "path": steps[x.step]} for x in ranked])
             return _HEALTHY
         rows = [
             (
-                *(str(i), x.state, x.step, None if x.grade is None else f"S{x.grade}"),
-                *(x.rank_ratio, x.loss, len(x.alarms) or None, x.measured),
+                *("–" if x.against else str(i), x.step, x.loss, x.against or None),
+                *(len(x.alarms) or None, None if x.grade is None else f"S{x.grade}"),
+                *(x.rank_ratio, x.measured),
             )
             for i, x in enumerate(ranked, 1)
         ]
-        columns = ("", "state", "step", "grade", "rank ratio", "loss", "alarms", "measured at")
-        console.print(table(f"Checkpoints of {run.name}, best first", rows, columns, words=2))
+        columns = ("", "step", "loss", "against", "alarms", "grade", "rank ratio", "measured at")
+        kind = "held-out" if loss_key(run) == HELD_OUT else "training"
+        title = f"Checkpoints of {run.name} by {kind} loss, of those finite and free of alarms"
+        console.print(table(title, rows, columns, words=1))
         return _HEALTHY
 
 

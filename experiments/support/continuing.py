@@ -46,7 +46,7 @@ def continue_all(
     return [
         {
             "step": x.step,
-            "state": x.state,
+            "state": x.against or "fit",
             "grade": x.grade,
             "rank_ratio": x.rank_ratio,
             "loss": x.loss,
@@ -100,7 +100,7 @@ def rank_correlation(first: Sequence[int], second: Sequence[int]) -> float:
 
 
 def orders(checkpoints: Sequence[Checkpoint]) -> dict[str, list[int]]:
-    """Steps of the checkpoints, best first: by health, by loss, and by the loss after continuing.
+    """Steps of the checkpoints, best first: as ranked, by loss, and by the loss after continuing.
 
     What is not finite comes last; of equals the later step comes first.
     """

@@ -8,7 +8,7 @@ from experiments.support.continuing import disputed, orders, rank_correlation
 from experiments.support.figures import arms_of, curves
 from experiments.support.markdown import head, line, numbers, steps
 from experiments.support.rows import Row
-from stabmon.output.ranking import grade_of
+from stabmon.alarms.detectors.grades import grade_of
 
 FAULT, LADDER, QK_NORM = (
     "learning rate ×40",

@@ -18,9 +18,9 @@ from rich.live import Live
 from rich.panel import Panel
 from rich.text import Text
 
+from stabmon.alarms.detectors.grades import Health, grade_of, health_of
 from stabmon.output.curves import Curve, Scale, draw
 from stabmon.output.panels import thin
-from stabmon.output.ranking import grade_of, state_of
 from stabmon.output.terminal import printable, short
 from stabmon.output.verdict import named
 from stabmon.runs.follow import Follower
@@ -35,7 +35,12 @@ KEYS = (
     *(LOSS, GRAD),
 )
 _MEAN, _LOW = "cyan", "yellow"
-_STATES = {"healthy": "bold green", "caution": "bold yellow", "danger": "bold red"}
+_STATES = {
+    Health.HEALTHY: "bold green",
+    Health.FALLING: "bold yellow",
+    Health.CAUTION: "bold yellow",
+    Health.DANGER: "bold red",
+}
 _END = 200
 _BARE = ("key", "fault", "action")
 _EVENTS = {"alarm": "bold red", "finished": "green"}
@@ -122,9 +127,10 @@ class Board:
 
         ratio = pair(RATIO, Scale(0, 1), ("layer",))
         entropy = pair(ENTROPY, Scale(0), ("layer", "head"))
-        grades = self._grades()
+        ratios = series(f"{RATIO}/min") or series(f"{RATIO}/mean")
+        grades = {step: grade_of(x) for step, x in ratios.items()}
         steps = [Curve(grades, "bold")]
-        graded = [self._state(grades, width), *chart(steps, lines, Scale(0, 7))]
+        graded = [self._state(ratios, width), *chart(steps, lines, Scale(0, 7))]
         loss, grad = series(LOSS), series(GRAD)
         half = max(1, (lines - 1) // 2)
         both = [Text(f" loss {_last(loss)}", _MEAN), *chart([Curve(loss, _MEAN)], half, Scale())]
@@ -138,21 +144,13 @@ class Board:
             "loss, gradient norm": both if loss or grad else _nothing("symptoms", lines + 1),
         }
 
-    def _grades(self) -> Mapping[int, float | int]:
-        """Grade of the worst layer, or of the mean rank ratio where that is all there is."""
-        series = self._series
-        for key in (f"{GRADE}/min", f"{GRADE}/mean"):
-            if series.get(key):
-                return series[key]
-        return {step: grade_of(x) for step, x in series.get(f"{RATIO}/mean", {}).items()}
-
-    def _state(self, grades: Mapping[int, float | int], width: int) -> Text:
+    def _state(self, ratios: Mapping[int, float | int], width: int) -> Text:
         """The last grade in words; alarm below S3."""
-        if not grades:
+        if not ratios:
             return Text("")
-        last = grades[max(grades)]
-        state = state_of(grades, max(grades))
-        words = Text(f" S{last:.0f} {state}", _STATES.get(state, ""))
+        last = max(ratios)
+        state = health_of(ratios, last)
+        words = Text(f" S{grade_of(ratios[last])} {state}", _STATES[state])
         line = words + Text("  alarm below S3", "dim")
         line.truncate(width, overflow="ellipsis")
         return line

@@ -47,11 +47,11 @@ def test_compare_prints_the_lead_time_table(runs, capsys, tmp_path):
 
 def test_rank_prints_checkpoints_best_first(runs, capsys):
     assert main(["rank", str(runs / "faulty")]) == 0
-    assert "Checkpoints of faulty, best first" in capsys.readouterr().out
+    assert "Checkpoints of faulty by training loss" in capsys.readouterr().out
     assert main(["rank", str(runs / "faulty"), "--json"]) == 0
     ranked = json.loads(capsys.readouterr().out)
     assert [x["step"] for x in ranked] == [500, 2400]
-    assert ranked[1]["state"] == "caution"
+    assert [x["against"] for x in ranked] == ["", "alarms"]
 
 
 def test_replay_says_what_the_standard_alarms_say(runs, capsys):

@@ -125,7 +125,7 @@ def _from(course: Sequence[tuple[float, float]], step: float | int) -> int:
     return max(sum(at <= step for at, _ in course) - 1, 0)
 
 
-def health_of(ratios: Mapping[int, float], step: int, first: int = FIRST) -> Health:
+def health_of(ratios: Mapping[int, float | int], step: int, first: int = FIRST) -> Health:
     """The state of a recorded ratio at a step, as `GradeWatch` had it then.
 
     Args:
