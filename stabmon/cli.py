@@ -162,9 +162,8 @@ class Rank:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import checkpoint_steps
-        from stabmon.output.ranking import loss_key, rank_checkpoints
+        from stabmon.output.ranking import heading, rank_checkpoints
         from stabmon.output.terminal import show_json, table
-        from stabmon.quantities import HELD_OUT
         from stabmon.runs.run import load_run
 
         run = load_run(self.run)
@@ -185,9 +184,7 @@ class Rank:
             for i, x in enumerate(ranked, 1)
         ]
         columns = ("", "step", "loss", "against", "alarms", "grade", "rank ratio", "measured at")
-        kind = "held-out" if loss_key(run) == HELD_OUT else "training"
-        title = f"Checkpoints of {run.name} by {kind} loss, of those finite and free of alarms"
-        console.print(table(title, rows, columns, words=1))
+        console.print(table(heading(run), rows, columns, words=1))
         return _HEALTHY
 
 

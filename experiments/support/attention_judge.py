@@ -15,13 +15,12 @@ from experiments.attention_fault import MONITORS
 from experiments.train import HELD_OUT
 from stabmon.alarms.detector_set import LOSS
 from stabmon.alarms.detectors.bands import BandDetector
-from stabmon.alarms.lead import first_by_key
+from stabmon.alarms.lead import alarms_of, first_by_key
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.alarms.standard import standard_detectors
 from stabmon.quantities import is_brief
 from stabmon.recovery.replay import has_qk_norm
 from stabmon.runs.run import Run
-from stabmon.runs.samples import samples
 
 ALPHAS = {1: "effective_rank", 2: "modes"}
 AGGREGATES = ("mean", "p10", "min")
@@ -135,10 +134,10 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
             brief = brief and monitor == f"delta{max(how.lags)}"
         if brief or key == HELD_OUT:
             kept[key] = series
-    seen = list(samples(replace(run, metrics=kept)))
+    seen = replace(run, metrics=kept)
     length = how.window[1] - how.warmup
     board = standard_detectors(how.warmup, length, qk_norm=has_qk_norm(run))
-    raised = [alarm for step, values in seen for alarm in board.update(step, values)]
+    raised = alarms_of(seen, board)
     late = [alarm for alarm in raised if alarm.step >= how.onset]
     first = lambda keys: min((a.step for a in late if keys(a.key)), default=None)
     return {
@@ -147,7 +146,7 @@ def _default(run: Run, how: Judge) -> dict[str, Any]:
         "first": first(lambda key: True),
         "spectrum": first(lambda key: key.startswith("delta")),
         "loss": first(lambda key: key in (LOSS, HELD_OUT)),
-        "judged": seen[-1][0] - how.window[1],
+        "judged": int(max(steps[-1] for steps, _ in kept.values())) - how.window[1],
     }
 
 

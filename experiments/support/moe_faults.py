@@ -20,12 +20,7 @@ from experiments.loop.step import MonitorConfig
 from experiments.train import Config as TrainConfig
 from experiments.train import train
 from models.config import GPTConfig
-from stabmon.alarms.standard import standard_detectors
-from stabmon.recovery.ladder import Policy
-from stabmon.recovery.ledger import CheckpointLedger
-from stabmon.recovery.recovery import Recovery
-from stabmon.recovery.replay import has_qk_norm, replay_events
-from stabmon.recovery.watcher import Watcher
+from stabmon.recovery.replay import replay_events, standard_watcher
 from stabmon.runs.run import Run, load_run
 
 
@@ -129,9 +124,7 @@ def run_one(settings: TrainConfig) -> Run:
 
 def judged(run: Run, warmup: int, window: int) -> Run:
     """The run with the events that the default alarms raise over its samples, and no others."""
-    board = standard_detectors(warmup, window, qk_norm=has_qk_norm(run))
-    watcher = Watcher(board, Recovery(Policy(), CheckpointLedger()))
-    return replace(run, events=tuple(replay_events(run, watcher)))
+    return replace(run, events=tuple(replay_events(run, standard_watcher(run, warmup, window))))
 
 
 def first_alarms(run: Run, onset: int) -> list[tuple[int, str, str]]:

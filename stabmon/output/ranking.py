@@ -48,13 +48,14 @@ class Ranked:
     alarms: tuple[str, ...]
 
 
-def loss_key(run: Run) -> str:
-    """Returns the key of the loss that a run is ranked by: held-out, or else training.
+def heading(run: Run) -> str:
+    """Returns what a ranking of this run's checkpoints is by, in words.
 
     Args:
         run: The run as it was read.
     """
-    return HELD_OUT if HELD_OUT in run.metrics else LOSS
+    kind = "held-out" if HELD_OUT in run.metrics else "training"
+    return f"Checkpoints of {run.name} by {kind} loss, of those finite and free of alarms"
 
 
 def rank_checkpoints(run: Run, steps: Iterable[int]) -> list[Ranked]:
@@ -103,8 +104,8 @@ def alarms_against(run: Run, step: int) -> tuple[str, ...]:
 
 def _judge(run: Run, step: int) -> Ranked:
     """One checkpoint by what was measured up to its step."""
-    key = loss_key(run)
-    loss = _newest(run, key, step, 1 if key == HELD_OUT else _LEVEL)
+    held_out = HELD_OUT in run.metrics
+    loss = _newest(run, *((HELD_OUT, step, 1) if held_out else (LOSS, step, _LEVEL)))
     ratio = next((x for x in (_newest(run, key, step) for key in _RATIOS) if x), None)
     broken = _newest(run, _BROKEN, step)
     alarms = alarms_against(run, step)

@@ -10,11 +10,8 @@ from typing import Any
 
 from rich.console import Console
 
-from stabmon.alarms.standard import standard_detectors
 from stabmon.output.terminal import show_json, table
-from stabmon.recovery.recovery import Recovery
-from stabmon.recovery.replay import has_qk_norm, replay_events
-from stabmon.recovery.watcher import Watcher
+from stabmon.recovery.replay import replay_events, standard_watcher
 from stabmon.runs.jsonl import plain
 from stabmon.runs.run import load_run
 
@@ -23,8 +20,6 @@ def replay_runs(
     folders: Sequence[Path], warmup: int = 100, window: int = 200
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns {name of the run: alarms, diagnoses and advice in order}.
-
-    Whether queries and keys are normalised is read from the run's configuration, "model" "qk_norm".
 
     Args:
         folders: Folders of runs.
@@ -38,8 +33,7 @@ def replay_runs(
     found = {}
     for folder in folders:
         run = load_run(folder)
-        board = standard_detectors(warmup, window, qk_norm=has_qk_norm(run))
-        found[str(folder)] = replay_events(run, Watcher(board, Recovery()))
+        found[str(folder)] = replay_events(run, standard_watcher(run, warmup, window))
     return found
 
 

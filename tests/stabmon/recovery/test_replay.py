@@ -13,7 +13,7 @@ from stabmon.recovery.replay import has_qk_norm, replay_events
 from stabmon.recovery.watcher import Watcher
 from stabmon.runs.run import Run
 from stabmon.runs.samples import samples
-from tests.stabmon.alarms.streams import GRADIENT, LOSS, UPDATE, stream
+from tests.stabmon.alarms.streams import GRADIENT, LOSS, RADIAL, UPDATE, stream
 
 
 def recorded(rows):
@@ -61,6 +61,14 @@ def test_whether_there_is_a_qk_norm_stands_in_the_configuration():
     run = recorded(stream(0, 20))
     assert not has_qk_norm(run)
     assert has_qk_norm(replace(run, config={"model": {"qk_norm": True}}))
+
+
+def test_a_run_with_normalised_queries_is_replayed_as_one():
+    rows = recorded(stream(0, 1400, 600, {RADIAL: -3.0}))
+    normed = replace(rows, config={"model": {"qk_norm": True}})
+    alarms = lambda run: {x["key"] for x in replay_events(run) if x["kind"] == "alarm"}
+    assert RADIAL in alarms(rows)
+    assert alarms(normed) == set()
 
 
 def test_what_is_over_cannot_be_acted_on():
