@@ -12,7 +12,14 @@ import optax
 from jax.core import Tracer
 from jaxtyping import Array, Float, PyTree
 
-MOMENTS = frozenset({"mu", "nu", "trace"})
+# Fields of Optax's states that hold averages of gradients: of Adam and its kin, momentum,
+# Adafactor, `optax.ema`, and in `optax.contrib` AdEMAMix, D-Adaptation, Prodigy and Momo.
+MOMENTS = frozenset(
+    {"mu", "nu", "nu_max", "trace", "v_row", "v_col", "ema", "m1", "m2", "exp_avg", "exp_avg_sq"}
+)
+# What belongs to the averages where it stands beside one: step counts for bias correction, and
+# Adafactor's averages of leaves that it does not factor.
+COMPANIONS = frozenset({"count", "count_m2", "v"})
 
 
 class ControlState(NamedTuple):
@@ -50,41 +57,52 @@ def scale_by_control() -> optax.GradientTransformationExtraArgs:
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
 
-def scale_learning_rate(opt_state: PyTree, factor: float) -> PyTree:
-    """The optimizer state with the factor of `scale_by_control` multiplied by `factor`.
+def scale_learning_rate(opt_state: PyTree, scale: float) -> PyTree:
+    """The optimizer state with the factor of `scale_by_control` at `scale`, whatever it was.
 
     Same structure, shapes, dtypes and placement: a compiled step takes it as it is.
 
+    Args:
+        opt_state: State of an optimizer with one `scale_by_control` in it.
+        scale: Of the optimizer's own learning rate, 1 for what its schedule says.
+
     Raises:
-        ValueError: There is no `scale_by_control` in the chain, or `factor` is negative or not
-            finite.
+        ValueError: There is no `scale_by_control` in the chain, or several, or `scale` is negative
+            or not finite.
     """
-    if not 0 <= factor < float("inf"):
-        raise ValueError(f"scale_learning_rate: expected a finite factor >= 0, got {factor}")
-    held = optax.tree.get_all_with_path(opt_state, "control_scale")
-    if len(held) != 1:
+    if not 0 <= scale < float("inf"):
+        raise ValueError(f"scale_learning_rate: expected a finite scale >= 0, got {scale}")
+    found = []
+
+    def renew(node):
+        if not isinstance(node, ControlState):
+            return node
+        found.append(node)
+        return jax.tree.map(lambda old: _placed(jnp.float32(scale), old), node)
+
+    renewed = jax.tree.map(renew, opt_state, is_leaf=lambda x: isinstance(x, ControlState))
+    if len(found) != 1:
         raise ValueError(
-            f"scale_learning_rate: found {len(held)} scale_by_control states, expected one; write "
+            f"scale_learning_rate: found {len(found)} scale_by_control states, expected one; write "
             "optax.chain(optimizer, optax_ext.scale_by_control(), …)"
         )
-    old = held[0][1]
-    return optax.tree.set(opt_state, control_scale=_placed(old * jnp.float32(factor), old))
+    return renewed
 
 
 def reset_moments(opt_state: PyTree, fresh: PyTree) -> PyTree:
-    """The optimizer state with each state that holds moving averages replaced by a fresh one.
+    """The optimizer state with the averages of gradients, and their step counts, as fresh ones.
 
-    Those are the NamedTuples with a field `mu`, `nu` or `trace` (`optax.scale_by_adam` and its
-    kin), their step counts for bias correction included. Schedules, snapshots, `msign` and
-    everything else go on as they were. Structure, shapes, dtypes and placement stay, so a compiled
-    step takes the result as it is.
+    Averages are the fields `MOMENTS` of NamedTuples, however deep: Adam, Lion, momentum, Adafactor,
+    Muon, schedule-free's base, `optax.masked`, `optax.partition`. Schedules, schedule-free's z,
+    estimates of a learning rate, snapshots, `msign` and everything else go on as they were.
+    Structure, shapes, dtypes and placement stay, so a compiled step takes the result as it is.
 
     Args:
         opt_state: State of the running optimizer.
         fresh: `tx.init(params)` of the same optimizer.
 
     Raises:
-        ValueError: `fresh` is of another structure, or there is no state with moving averages.
+        ValueError: `fresh` is of another structure, or there is no state with averages.
 
     >>> tx = optax.adam(1e-3)
     >>> state = tx.init(jnp.zeros(2))
@@ -105,12 +123,19 @@ def reset_moments(opt_state: PyTree, fresh: PyTree) -> PyTree:
     def renew(old, new):
         if not averages(old):
             return old
-        found.append(type(old).__name__)
-        return jax.tree.map(lambda a, b: _placed(b, a), old, new)
+        found.append(old)
+        fields = [name for name in old._fields if name in MOMENTS | COMPANIONS]
+        pick = lambda name: jax.tree.map(
+            lambda a, b: _placed(b, a), getattr(old, name), getattr(new, name)
+        )
+        return old._replace(**{name: pick(name) for name in fields})
 
     renewed = jax.tree.map(renew, opt_state, fresh, is_leaf=averages)
     if not found:
-        raise ValueError(f"reset_moments: no state with a field {' or '.join(sorted(MOMENTS))}")
+        raise ValueError(
+            f"reset_moments: no state has a field {', '.join(sorted(MOMENTS))}; make the optimizer "
+            "state anew with `tx.init`"
+        )
     return renewed
 
 

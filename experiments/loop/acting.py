@@ -10,7 +10,6 @@ carries the state of detectors and ladder.
 """
 
 import json
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -151,7 +150,7 @@ class Acting:
         if self._scale is None or step < self._scale[0]:
             return state
         scale, self._scale = self._scale[1], None
-        return state._replace(opt_state=set_scale(state.opt_state, scale))
+        return state._replace(opt_state=optax_ext.scale_learning_rate(state.opt_state, scale))
 
     def save(self, state: TrainState, loss: float) -> None:
         """Enter a checkpoint in the ledger, write it, and delete those that may go."""
@@ -203,7 +202,7 @@ class Acting:
         self._scale, self._restore_at, self.watcher.named = None, None, Fault.UNKNOWN
         self.data_shift = journal["data_shift"]
         opt_state = optax_ext.reset_moments(state.opt_state, begun.opt_state)
-        opt_state = set_scale(opt_state, self.recovery.standing.scale)
+        opt_state = optax_ext.scale_learning_rate(opt_state, self.recovery.standing.scale)
         done = [row for row in read_jsonl(self.folder / "events.jsonl") if row["kind"] == "rewind"]
         if len(done) < journal["number"]:
             self.log.rewind(target)
@@ -265,11 +264,3 @@ def restored(params: Any) -> Any:
     still = jax.tree.map(jnp.zeros_like, params)
     updates, _ = once.update(still, once.init(params), params)
     return optax.apply_updates(params, updates)
-
-
-def set_scale(opt_state: Any, scale: float) -> Any:
-    """The optimizer state with the factor of `scale_by_control` at `scale`, whatever it was."""
-    now = float(optax.tree.get(opt_state, "control_scale"))
-    if not math.isfinite(now) or now <= 0:
-        raise ValueError(f"the learning-rate factor in force is {now}, it cannot be scaled")
-    return optax_ext.scale_learning_rate(opt_state, scale / now)

@@ -12,9 +12,8 @@ import numpy as np
 import optax
 import pytest
 
-import optax_ext
 from experiments.loop import acting
-from experiments.loop.acting import Acting, AlarmConfig, set_scale
+from experiments.loop.acting import Acting, AlarmConfig
 from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig, make_step
@@ -267,9 +266,3 @@ def test_a_checkpoint_without_alarms_is_not_resumed_with_them(tmp_path, board):
     (config.runs / "tiny" / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match="was saved without alarms"):
         train(dataclasses.replace(config, act=True, resume=True))
-
-
-def test_the_factor_is_set_and_not_multiplied():
-    tx = optax_ext.scale_by_control()
-    state = set_scale(set_scale(tx.init(np.zeros(2)), 0.5), 0.2)
-    assert float(state.control_scale) == pytest.approx(0.2)

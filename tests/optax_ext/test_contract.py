@@ -98,6 +98,28 @@ def test_update_keeps_the_form_of_state_and_updates(factory, dtype):
 
 
 @every_factory
+def test_a_step_under_jaxs_own_checks(factory):
+    """NaN looked for, no dtype promoted, no tracer leaked: a healthy step passes all of them."""
+    tx, params = factory(), draw(0)
+    state = jax.jit(tx.init)(params)
+    update = jax.jit(lambda u, s, p: tx.update(u, s, p))
+    with jax.debug_nans(True), jax.numpy_dtype_promotion("strict"), jax.check_tracer_leaks():
+        new = jax.block_until_ready(update(params, state, params))
+    assert form(new[1]) == form(state)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@every_factory
+def test_the_form_stays_with_64_bits(factory, dtype):
+    with jax.enable_x64(True):
+        tx, params = factory(), draw(0, dtype)
+        state = tx.init(params)
+        updates, new = jax.eval_shape(tx.update, params, state, params)
+        assert abstract(new) == form(state)
+        assert abstract(updates) == form(params)
+
+
+@every_factory
 def test_scan_in_a_chain_equals_a_donating_loop_that_compiles_once(factory):
     tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2), factory())
     step, params = stepped(tx), draw(0)

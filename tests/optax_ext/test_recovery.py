@@ -1,5 +1,7 @@
 """Recovery through optimizer state: one compilation, exact factors, resets, skipped spikes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,13 @@ import optax
 import pytest
 
 from optax_ext._delta import track_delta
-from optax_ext._recovery import reset_moments, scale_by_control, scale_learning_rate
+from optax_ext._msign import msign
+from optax_ext._recovery import (
+    ControlState,
+    reset_moments,
+    scale_by_control,
+    scale_learning_rate,
+)
 from optax_ext._skip import skip_spikes
 
 PARAMS = {"w": jnp.arange(6.0).reshape(2, 3), "b": jnp.ones(3)}
@@ -24,9 +32,35 @@ def test_the_learning_rate_changes_without_compiling_again():
     base, state = step(GRADS, tx.init(PARAMS), PARAMS)
     twice, state = step(GRADS, scale_learning_rate(tx.init(PARAMS), 0.5), PARAMS)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(0.5 * a, b), base, twice)
-    _, state = step(GRADS, scale_learning_rate(state, 0.5), PARAMS)
+    _, state = step(GRADS, scale_learning_rate(state, 0.25), PARAMS)
     assert float(optax.tree.get(state, "control_scale")) == 0.25
     assert step._cache_size() == 1
+
+
+@pytest.mark.parametrize("before", [0.0, np.nan, 0.5])
+def test_the_factor_is_set_whatever_it_was(before):
+    state = ControlState(jnp.float32(before))
+    assert float(scale_learning_rate(state, 0.2).control_scale) == pytest.approx(0.2)
+
+
+def test_the_factor_composes_with_injected_hyperparameters():
+    """A schedule injected from outside goes on; the factor scales what it says."""
+    make = lambda rate: optax.chain(optax.sgd(rate), scale_by_control())
+    tx = optax.inject_hyperparams(make)(rate=lambda count: 1.0 / (1 + count))
+    step, state, seen = compiled(tx), tx.init(PARAMS), []
+    for scale in (1.0, 0.5, 0.5, 1.0):
+        updates, state = step(GRADS, scale_learning_rate(state, scale), PARAMS)
+        seen.append(float(-updates["b"][0] / GRADS["b"][0]))
+    np.testing.assert_allclose(seen, [1.0, 0.25, 0.5 / 3, 0.25], rtol=1e-6)
+    assert step._cache_size() == 1
+
+
+def test_the_factor_composes_with_a_rate_that_is_set_from_outside():
+    tx = optax.chain(optax.inject_hyperparams(optax.sgd)(1.0), scale_by_control())
+    state = scale_learning_rate(tx.init(PARAMS), 0.5)
+    state = optax.tree.set(state, learning_rate=jnp.float32(0.1))
+    updates, _ = tx.update(GRADS, state, PARAMS)
+    np.testing.assert_allclose(updates["b"], -0.05 * GRADS["b"], rtol=1e-6)
 
 
 def test_a_factor_of_one_changes_no_bit():
@@ -54,6 +88,71 @@ def test_reset_moments_forgets_averages_and_their_count_and_nothing_else():
     assert step._cache_size() == 1
 
 
+RATE = optax.linear_schedule(0.1, 0.0, 10)
+LABELS = {"w": "matrix", "b": "vector"}
+# Optimizer -> what is reset, as a pattern on the path in its state; nothing else may change.
+OPTIMIZERS = {
+    "adam": (optax.adam(RATE), r"\[0\]\.(mu|nu|count)"),
+    "lion": (optax.lion(RATE), r"\[0\]\.(mu|count)"),
+    "momentum": (optax.sgd(RATE, momentum=0.9), r"\.trace"),
+    "adafactor": (
+        optax.adafactor(0.1, momentum=0.9, min_dim_size_to_factor=2),
+        r"\.(v_row|v_col|v|ema)\[|\[\d\]\.count",
+    ),
+    "muon": (optax.contrib.muon(RATE), r"\.inner_state\[0\]\.(mu|nu|count)"),
+    "schedule-free": (
+        optax.contrib.schedule_free_adamw(0.1),
+        r"\.base_optimizer_state\[0\]\.(nu|count)",
+    ),
+    "ademamix": (optax.contrib.ademamix(RATE), r"\.(m1|m2|nu|count_m2)|\[0\]\.count"),
+    "prodigy": (optax.contrib.prodigy(0.1), r"\.(exp_avg|exp_avg_sq|count)\b"),
+    "partition": (
+        optax.partition({"matrix": optax.adam(RATE), "vector": optax.sgd(0.1, 0.9)}, LABELS),
+        r"\.inner_state\[0\]\.(mu|nu|count|trace)",
+    ),
+    "masked": (
+        optax.masked(optax.adam(RATE), {"w": True, "b": False}),
+        r"\.inner_state\[0\]\.(mu|nu|count)",
+    ),
+    "injected": (
+        optax.inject_hyperparams(optax.adam)(RATE),
+        r"\.inner_state\[0\]\.(mu|nu|count)",
+    ),
+    "accumulated": (
+        optax.MultiSteps(optax.adam(RATE), 2).gradient_transformation(),
+        r"\.inner_opt_state\[0\]\.(mu|nu|count)",
+    ),
+    "with transforms": (
+        optax.chain(
+            optax.adam(RATE), scale_by_control(), msign(period=2), track_delta(every=1, keep=1)
+        ),
+        r"^\[0\]\[0\]\.(mu|nu|count)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(OPTIMIZERS))
+def test_reset_moments_of_every_optimizer_resets_moments_alone(name):
+    tx, moments = OPTIMIZERS[name]
+    step, fresh = compiled(tx), tx.init(PARAMS)
+    state, params = jax.tree.map(jnp.copy, fresh), PARAMS
+    for _ in range(3):
+        updates, state = step(GRADS, state, params)
+        params = optax.apply_updates(params, updates)
+    reset, changed = reset_moments(state, fresh), 0
+    rows = zip(
+        *(jax.tree_util.tree_leaves_with_path(x) for x in (state, reset, fresh)), strict=True
+    )
+    for (path, old), (_, got), (_, new) in rows:
+        where = jax.tree_util.keystr(path)
+        is_moment = re.search(moments, where) is not None
+        np.testing.assert_array_equal(got, new if is_moment else old, err_msg=where)
+        changed += is_moment and not np.array_equal(old, new)
+    assert changed >= 2
+    step(GRADS, reset, params)
+    assert step._cache_size() == 1
+
+
 def test_sharded_state_stays_where_it_lies():
     mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
@@ -76,14 +175,17 @@ def test_reset_moments_under_jit_and_with_nan_in_the_averages():
     ("call", "message"),
     [
         (lambda: scale_learning_rate(optax.sgd(1.0).init(PARAMS), 0.5), "found 0 scale_by_control"),
-        (lambda: scale_learning_rate(scale_by_control().init(PARAMS), -1.0), "factor >= 0, got -1"),
+        (
+            lambda: scale_learning_rate(scale_by_control().init(PARAMS), -1.0),
+            "finite scale >= 0, got -1",
+        ),
         (
             lambda: reset_moments(optax.sgd(1.0).init(PARAMS), optax.adam(1.0).init(PARAMS)),
             "of another structure",
         ),
         (
             lambda: reset_moments(optax.sgd(1.0).init(PARAMS), optax.sgd(1.0).init(PARAMS)),
-            "no state with a field mu or nu or trace",
+            "no state has a field ema, exp_avg",
         ),
         (lambda: skip_spikes(optax.sgd(1.0), 0.0), "threshold > 0"),
         (lambda: skip_spikes(optax.sgd(1.0), warmup=0), "warmup >= 1"),
