@@ -110,7 +110,7 @@ def qk_clip(
         held = jax.lax.cond(jnp.any(above), clip, lambda held: held, held)
         for i, leaf in held.items():
             leaves[i] = leaf
-        new_state: Any = QKClipState(state.qk_clip_count + above, gamma)
+        new_state: Any = QKClipState(state.qk_clip_count + above.astype(jnp.int32), gamma)
         return jax.tree.unflatten(structure, leaves), new_state
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)

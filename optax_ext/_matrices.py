@@ -107,9 +107,10 @@ class Matrices:
         """The axes as stack, rows, columns."""
         return tuple(sorted(range(len(self.sides)), key=self.sides.__getitem__))
 
-    def _slice(self, place: Int[Array, ""]) -> tuple[list[Array | int], list[int]]:
+    def _slice(self, place: Int[Array, ""]) -> tuple[list[Array], list[int]]:
         where = iter(jnp.unravel_index(place, self.stack) if self.stack else ())
-        start = [next(where) if side == _STACK else 0 for side in self.sides]
+        zero = jnp.zeros_like(place)
+        start = [next(where) if side == _STACK else zero for side in self.sides]
         pairs = zip(self.sizes, self.sides, strict=True)
         return start, [1 if side == _STACK else n for n, side in pairs]
 

@@ -77,7 +77,7 @@ def restore(
         last=jnp.where(chosen, step, record.last),
         rank_before=jnp.where(chosen, rank, record.rank_before),
         rank_after=jnp.where(chosen, _stable_rank(target, directions), record.rank_after),
-        skipped=record.skipped + ~(finite & sound),
+        skipped=record.skipped + (~(finite & sound)).astype(jnp.int32),
         reference=reference,
         active=active,
     )
