@@ -12,75 +12,39 @@ lag, α and aggregate of the Δ2 spectrum see it first, and how often are health
 About 22 minutes on one core; runs that are finished are not run again. Rows:
 `runs/attention_doses.jsonl`, figure: `runs/attention_doses.html`. Results: `experiments/README.md`.
 
-Clean runs are those of the same program with the fault never coming on. Each run, faulty or clean,
-is judged by the clean runs of the same model and of other seeds. How is in `attention_judge.py`,
-tables and headline in `attention_tables.py`.
+In clean runs of the same program the fault never comes on. Each run is judged by the clean runs of
+its model and of other seeds, and by its own default alarms (`attention.judged_run`).
 """
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from statistics import median
 
+import plotly.graph_objects as go
 import tyro
 
-from experiments.attention_fault import MODEL
-from experiments.loop.faults import AttentionFault
-from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.step import MonitorConfig
-from experiments.support.attention_judge import Judge, judge
-from experiments.support.attention_tables import figure, headline, tables
+from experiments.support.arms import CLEAN, run_of
+from experiments.support.attention import ARMS, DOSES, MODEL, Windows, clean_arm, judged_run
 from experiments.support.ending import Result, ended
-from experiments.support.rows import Row, append_row, rows_there
+from experiments.support.figures import COLOURS, arms_of, colour, line, panels
+from experiments.support.recorded import Row, measured, recorded
+from experiments.support.tables import (
+    crossed,
+    each,
+    first,
+    grouped,
+    listing,
+    median_range,
+    table,
+    value_of,
+)
 from experiments.train import Config as TrainConfig
-from experiments.train import train
 from models.config import GPTConfig
-from stabmon.runs.run import Run, load_run
 
-LAGS = (10, 50, 200)
-EVERY = 20
-
-
-@dataclass(frozen=True)
-class Arm:
-    """One kind of run.
-
-    Attributes:
-        bits: Mantissa bits that O and dO lose; None: no fault.
-        model: What tells the model from the base, by field of `GPTConfig`.
-        rounding: As in `AttentionFault`.
-        layers: Layers with the fault; None: all.
-        steps: Length: beyond the loss's alarm where that comes, for the least time.
-    """
-
-    bits: tuple[int, int] | None = None
-    model: tuple[tuple[str, str | int | bool], ...] = ()
-    rounding: Literal["truncate", "nearest"] = "truncate"
-    layers: tuple[int, ...] | None = None
-    steps: int = 2000
-
-
-MODELS: dict[str, tuple[tuple[str, str | int | bool], ...]] = {
-    "no positions": (("positions", "none"),),
-    "RoPE": (("positions", "rope"),),
-    "QK-norm": (("qk_norm", True),),
-    "GQA": (("kv_heads", 2),),
-}
-BASE = {
-    "clean": Arm(),
-    "7/0": Arm((7, 0)),
-    "6/0": Arm((6, 0)),
-    "7/7": Arm((7, 7), steps=900),
-    "6/6": Arm((6, 6), steps=1000),
-    "0/0": Arm((0, 0), steps=1000),
-    "7/0 to nearest": Arm((7, 0), rounding="nearest", steps=1400),
-    "7/0 in the last layer": Arm((7, 0), layers=(1,), steps=1400),
-}
-VARIANTS = {
-    arm: Arm(bits, model, steps=1000)
-    for name, model in MODELS.items()
-    for arm, bits in ((f"clean, {name}", None), (f"7/0, {name}", (7, 0)))
-}
-ARMS = BASE | VARIANTS
+MAIN, MILD = "7/0", "6/0"
+LOSSES = ("held-out loss", "training loss")
+SPECTRUM = "Δ2 spectrum"
+MILD_LEAD, RATE = 0.2, 1.0
 
 
 @dataclass(frozen=True)
@@ -93,7 +57,6 @@ class Config:
         more_seeds: Of further clean runs of the base model.
         more_variant_seeds: The same for the other models.
         onset: First step with the fault.
-        learning_rate: After warm-up.
         steps: Length of all runs; None: each arm's own.
         model: The base model.
         window: Healthy steps, for metrics that are judged by the run's own level.
@@ -105,7 +68,6 @@ class Config:
     more_seeds: tuple[int, ...] = (100, 101, 102, 103)
     more_variant_seeds: tuple[int, ...] = (3,)
     onset: int = 300
-    learning_rate: float = 2e-3
     steps: int | None = None
     model: GPTConfig = MODEL
     window: tuple[int, int] = (100, 300)
@@ -114,103 +76,223 @@ class Config:
 
 def main(config: Config) -> Result:
     """Train what is not there yet, judge it, print the tables and draw the figure."""
-    file = config.runs / "attention_doses.jsonl"
-    arms = dict.fromkeys(x for arm in config.arms for x in (clean_arm(arm), arm))
-    wanted = [(arm, seed) for arm in arms for seed in seeds_of(config, arm)]
-    for arm in arms:
-        seeds = seeds_of(config, arm)
-        missing = [s for s in seeds if not rows_there(file, [settings_of(config, arm, s)])]
-        if missing:
-            clean = clean_arm(arm)
-            healthy = {s: run_one(config, clean, s) for s in seeds_of(config, clean)}
-            for seed in missing:
-                run = healthy[seed] if arm == clean else run_one(config, arm, seed)
-                append_row(file, row_of(config, arm, seed, run, healthy))
-    rows = rows_there(file, [settings_of(config, *it) for it in wanted])
+    file, rows = config.runs / "attention_doses.jsonl", []
+    for arm in dict.fromkeys(x for name in config.arms for x in (clean_arm(name), name)):
+        for seed in seeds_of(config, arm):
+            settings = settings_of(config, arm, seed)
+            rows.append(measured(file, settings, lambda a=arm, s=seed: row_of(config, a, s)))
     return ended(file, rows, headline, tables, figure)
 
 
 def seeds_of(config: Config, arm: str) -> tuple[int, ...]:
     """Seeds of an arm."""
-    if ARMS[arm].bits is not None:
+    if ARMS[arm].attention is not None:
         return config.seeds
     return config.seeds + (config.more_variant_seeds if ARMS[arm].model else config.more_seeds)
 
 
-def clean_arm(arm: str) -> str:
-    """The arm with the same model and no fault."""
-    return next(
-        name for name, it in ARMS.items() if it.bits is None and it.model == ARMS[arm].model
-    )
-
-
 def train_config(config: Config, arm: str, seed: int) -> TrainConfig:
     """The training run of one arm."""
-    it = ARMS[arm]
-    slug = "".join(x if x.isalnum() else "-" for x in arm.lower())
-    return TrainConfig(
-        name=f"doses-{slug}-seed{seed}",
-        runs=config.runs,
-        steps=config.steps or it.steps,
-        seed=seed,
-        model=replace(config.model, **dict(it.model)),
-        optimizer=OptimizerConfig(learning_rate=config.learning_rate, every=10, keep=20),
-        monitor=MonitorConfig(
-            lags=LAGS, delta=EVERY, activations=EVERY, weights=EVERY, detail="full"
-        ),
-        fault=AttentionFault(
-            *(it.bits or (7, 0)), onset=config.onset, rounding=it.rounding, layers=it.layers
-        ),
-        armed=it.bits is not None,
-        evaluate_every=EVERY,
-        checkpoint_every=0,
-        resume=True,
-        quiet=True,
-    )
+    base = replace(DOSES, runs=config.runs, model=config.model)
+    run = run_of(base, f"doses-{arm}", ARMS[arm], seed, config.onset)
+    return run if config.steps is None else replace(run, steps=config.steps)
 
 
 def settings_of(config: Config, arm: str, seed: int) -> Row:
     """What a row was measured with: what tells the run from a default one, and its judges."""
-    it, run = ARMS[arm], train_config(config, arm, seed)
-    usual = asdict(GPTConfig())
+    run, usual, fault = train_config(config, arm, seed), asdict(GPTConfig()), ARMS[arm].attention
     return {
         "seed": seed,
         "steps": run.steps,
-        "learning_rate": config.learning_rate,
+        "learning_rate": run.optimizer.learning_rate,
         "onset": config.onset,
-        "bits": it.bits,
-        "rounding": it.rounding,
-        "faulty_layers": it.layers,
+        "bits": None if fault is None else (fault.bits_o, fault.bits_do),
+        "rounding": "truncate" if fault is None else fault.rounding,
+        "faulty_layers": None if fault is None else fault.layers,
         "model": {k: v for k, v in asdict(run.model).items() if v != usual[k]},
         "layers": run.model.layers,
-        "lags": LAGS,
-        "every": EVERY,
+        "lags": run.monitor.lags,
+        "every": run.monitor.delta,
         "judged_by": [s for s in seeds_of(config, clean_arm(arm)) if s != seed],
         "window": config.window,
     }
 
 
-def run_one(config: Config, arm: str, seed: int) -> Run:
-    """Train one run, unless it is finished, and read it back."""
-    settings = train_config(config, arm, seed)
-    folder = config.runs / settings.name
-    events = load_run(folder).events if (folder / "config.json").exists() else ()
-    if not any(x["kind"] == "finished" and x["step"] >= settings.steps for x in events):
-        print(f"{arm}, seed {seed}", flush=True)
-        if train(settings).step < settings.steps:
-            raise SystemExit(f"{settings.name}: interrupted, goes on from there")
-    return load_run(folder)
-
-
-def row_of(config: Config, arm: str, seed: int, run: Run, healthy: dict[int, Run]) -> Row:
+def row_of(config: Config, arm: str, seed: int) -> Row:
     """One run, judged by the healthy runs of other seeds."""
-    settings = train_config(config, arm, seed)
-    faulty = ARMS[arm].bits is not None
-    how = Judge(config.window, config.onset, settings.optimizer.warmup, LAGS)
+    clean, settings = clean_arm(arm), train_config(config, arm, seed)
+    healthy = {s: recorded(train_config(config, clean, s)) for s in seeds_of(config, clean)}
+    how = Windows(config.window, config.onset, settings.optimizer.warmup)
     others = [healthy[s] for s in sorted(healthy) if s != seed]
-    found = judge(run, others, healthy[seed] if faulty else None, how)
-    about = {"arm": arm, "clean": clean_arm(arm), "seed": seed, "steps": settings.steps}
-    return about | found | {"settings": settings_of(config, arm, seed)}
+    matched = None if arm == clean else healthy[seed]
+    found = judged_run(recorded(settings), others, matched, how)
+    return {"arm": arm, "clean": clean, "seed": seed, "steps": settings.steps} | found
+
+
+def tables(rows: list[Row]) -> str:
+    """Doses and models, first alarms by monitor, the sensitivity of Δ2, false alarms."""
+    faulty, clean = _split(rows)
+    onset = rows[0]["settings"]["onset"]
+    parts = [
+        f"{len(faulty)} faulty and {len(clean)} clean runs. Steps after the onset, by seed; "
+        '"never" is never before the run\'s end, ">" a lead over what never alarmed:',
+        _arms_table(faulty),
+        f"First alarm, median (range) over seeds, in steps of the run; onset {onset}:",
+        _monitors_table(faulty),
+        "The Δ2 spectrum by lag, α and aggregate over heads: first alarm, median (range), and "
+        "median z 200 to 600 steps after the onset; right, samples of the clean runs beyond "
+        "|z| = 5, and runs with an alarm:",
+        _sensitivity_table(faulty, clean),
+        "False alarms in the clean runs, each judged by those of the other seeds, or by itself "
+        "(default alarms):",
+        _false_alarms_table(clean),
+    ]
+    return "\n\n".join(parts)
+
+
+def headline(rows: list[Row]) -> str:
+    """Leads in the main and the mild configuration, false alarms of the default settings."""
+    faulty, clean = _split(rows)
+    ahead: list[bool] = []
+    shares: list[float] = []
+    for arm in (MAIN, MILD):
+        of = [row for row in faulty if row["arm"] == arm]
+        if not of:
+            return f"partly: {arm} was not run"
+        ahead += [
+            _lead(row, row["firsts"][SPECTRUM], row["firsts"][x]) > 0
+            for row in of
+            for x in ("gradient norm", *LOSSES)
+        ]
+        leads = [(_lead(r, r["default"]["first"], r["default"]["loss"]), r["steps"]) for r in of]
+        shares = [100 * lead / steps for lead, steps in leads]
+    count, steps = _default_alarms(clean)
+    good = all(ahead) and min(shares) >= 100 * MILD_LEAD and 10_000 * count / steps <= RATE
+    return (
+        f"{'reproduces' if good else 'partly'}: default alarms lead the loss's by "
+        f"{median(shares):.0f} % ({min(shares):.0f} to {max(shares):.0f}) of the run at a mild "
+        f"dose, {count} false ones in {steps:,} clean steps; judged by clean runs Δ2 is ahead of "
+        f"gradient norm and losses in {sum(ahead)} of {len(ahead)} comparisons"
+    )
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """The Δ2 spectrum's distance from healthy over steps: doses beside models, a line a run."""
+    drawn = panels(("doses", "models"), columns=2, shared_yaxes=True)
+    faulty, clean = _split(rows)
+    painted = {arm: colour(1 + i % (len(COLOURS) - 1)) for i, arm in enumerate(arms_of(faulty))}
+    shown: set[str] = set()
+    for row in [*clean, *faulty]:
+        label, other = row["arm"] if row in faulty else CLEAN, row["clean"] != CLEAN
+        dash = "dash" if other and label != CLEAN else "solid"
+        style = {"color": painted.get(label, colour(0)), "dash": dash}
+        curve = line(row["course"], label, f"{row['arm']}, seed {row['seed']}", shown, **style)
+        drawn.add_trace(curve, row=1, col=2 if other else 1)
+    drawn.add_vline(x=rows[0]["settings"]["onset"], line_dash="dot")
+    drawn.update_xaxes(title="step")
+    drawn.update_yaxes(range=[-30, 10])
+    drawn.update_yaxes(title="z of Δ2, p10 over heads, lag 200", col=1)
+    return drawn
+
+
+def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """Faulty and clean rows."""
+    return [r for r in rows if r["arm"] != r["clean"]], [r for r in rows if r["arm"] == r["clean"]]
+
+
+def _lead(row: Row, first: int | None, later: int | None) -> int:
+    """Steps between two alarms; one that never came is put at the end."""
+    return (later or row["steps"]) - (first or row["steps"])
+
+
+def _arms_table(faulty: list[Row]) -> str:
+    def after(value: str):
+        step = lambda row: value_of(row, value)
+        since = lambda row: step(row) - row["settings"]["onset"]
+        return each(lambda row: "never" if step(row) is None else since(row))
+
+    def ahead(first: str, later: str):
+        return each(lambda row: _ahead(row, value_of(row, first), value_of(row, later)))
+
+    def last_layer(of: list[Row]) -> str:
+        named = [x for row in of for x in row["worst_layers"]]
+        last = sum(x == of[0]["settings"]["layers"] - 1 for x in named)
+        return f"{100 * last / len(named):.0f} %" if named else ""
+
+    spectrum, default, loss = f"firsts/{SPECTRUM}", "default/first", "firsts/held-out loss"
+    return table(
+        faulty,
+        "arm",
+        {
+            "seeds": each("seed"),
+            "steps": first("steps"),
+            "loss above clean at the end": each("gap", "+.2f"),
+            ".05 above after": after("apart"),
+            "Δ2 alarms after": after(spectrum),
+            "ahead of gradient norm": ahead(spectrum, "firsts/gradient norm"),
+            "of held-out loss": ahead(spectrum, loss),
+            "of training loss": ahead(spectrum, "firsts/training loss"),
+            "default alarms after": after(default),
+            "ahead of the loss's": ahead(default, "default/loss"),
+            "of the held-out loss": ahead(default, loss),
+            "samples that name the last layer": last_layer,
+        },
+    )
+
+
+def _ahead(row: Row, first: int | None, later: int | None) -> str:
+    if first is None and later is None:
+        return "never"
+    return f"{'> ' if later is None else ''}{_lead(row, first, later)}"
+
+
+def _monitors_table(faulty: list[Row]) -> str:
+    paths = {name: f"firsts/{name}" for name in faulty[0]["firsts"]}
+    paths |= {"default alarms: any": "default/first", "default alarms: loss": "default/loss"}
+    firsts = lambda of, name: median_range([value_of(row, paths[name]) for row in of])
+    return crossed("monitor", paths, grouped(faulty, "arm"), firsts)
+
+
+def _sensitivity_table(faulty: list[Row], clean: list[Row]) -> str:
+    lines = []
+    for name in clean[0]["spectra"]:
+        line = dict(zip(("lag", "α", "aggregate"), name.split(", "), strict=True))
+        for arm in (MAIN, MILD):
+            found = [row["spectra"][name] for row in faulty if row["arm"] == arm]
+            line[f"{arm}: first alarm"] = median_range([x[0] for x in found])
+            line[f"{arm}: z"] = f"{median(x[1] for x in found):.1f}" if found else "–"
+        found = [row["spectra"][name] for row in clean]
+        share = sum(x[2] for x in found) / sum(x[3] for x in found)
+        line["clean samples beyond"] = f"{100 * share:.2f} %"
+        line["clean runs"] = f"{sum(x[0] is not None for x in found)} of {len(found)}"
+        lines.append(line)
+    return listing(lines)
+
+
+def _default_alarms(clean: list[Row]) -> tuple[int, int]:
+    """Default alarms in clean runs, and the steps in which they were possible."""
+    alarms = sum(len(row["default"]["alarms"]) for row in clean)
+    return alarms, sum(row["default"]["judged"] for row in clean)
+
+
+def _false_alarms_table(clean: list[Row]) -> str:
+    names = list(clean[0]["firsts"])
+    by = {name: sum(row["firsts"][name] is not None for row in clean) for name in names}
+    count, steps = _default_alarms(clean)
+    who = lambda row: f"({row['arm']}, seed {row['seed']})"
+    told = [f"`{x}` {who(row)}" for row in clean for x in row["default"]["alarms"]]
+    which = ", ".join(f"{name} {n}" for name, n in by.items() if n)
+    found = {
+        f"bands, all {len(names)} monitors": (sum(by.values()), which or "none"),
+        "bands, Δ2 spectrum": (by[SPECTRUM], ""),
+        "default alarms": (count, ", ".join(told) or "none"),
+    }
+    heads = ("judge", "clean runs", "clean steps", "false alarms", "per 10,000", "which")
+    lines = [
+        (judge, len(clean), f"{steps:,}", n, f"{10_000 * n / steps:.2f}", what)
+        for judge, (n, what) in found.items()
+    ]
+    return listing([dict(zip(heads, line, strict=True)) for line in lines])
 
 
 if __name__ == "__main__":

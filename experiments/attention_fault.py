@@ -28,40 +28,26 @@ import numpy as np
 import plotly.graph_objects as go
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
+from experiments.support.arms import Arm, run_of
+from experiments.support.attention import KEYS, MODEL, MONITORS
 from experiments.support.ending import ended
 from experiments.support.figures import colour, curve, line, panels
-from experiments.support.rows import Row, measured, rows_there
-from experiments.train import HELD_OUT, train
+from experiments.support.judging import first_outside
+from experiments.support.recorded import Row, measured, recorded, rows_there
+from experiments.support.tables import crossed, each, table
+from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.alarms.detectors.bands import BandDetector
-from stabmon.alarms.lead import Lead, first_by_key, lead_times
-from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.alarms.lead import Lead, lead_times
+from stabmon.alarms.reference import Reference, learn
 from stabmon.output.report import write_report
-from stabmon.runs.run import Run, load_run
+from stabmon.runs.run import Run
 
 REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"
-MONITORS: dict[str, tuple[str, Judged]] = {
-    "Δ2 spectrum": ("delta200/global/delta2/modes/p10", "reference"),
-    "Δ1 spectrum": ("delta200/global/delta1/modes/p10", "reference"),
-    "Δ3 spectrum": ("delta200/global/delta3/modes/p10", "reference"),
-    "ΔW_q spectrum": ("delta200/global/query/modes/p10", "reference"),
-    "radial alignment of W_q": ("delta200/global/q/radial_alignment/mean", "reference"),
-    "stable rank of W_q": ("weights/global/q/stable_rank/mean", "own"),
-    "‖W_q‖": ("weights/global/q/norm/mean", "own"),
-    "largest attention logit": ("attention/global/max_logit/max", "own"),
-    "attention entropy": ("attention/global/entropy/mean", "own"),
-    "gradient norm": ("symptoms/global/grad_norm/value", "reference"),
-    "training loss": ("symptoms/global/loss/value", "reference"),
-    "held-out loss": (HELD_OUT, "reference"),
-}
-MODEL = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
-KEYS = {name: key for name, (key, _) in MONITORS.items()}
 DRAWN = ("Δ2 spectrum", "radial alignment of W_q", "gradient norm", "held-out loss")
 
 
@@ -119,14 +105,14 @@ def main(config: Config) -> list[Result]:
     for seed in seeds:
         result = one_seed(config, seed, reference)
         results.append(result)
-        console.print(lead_table(result, seed))
-        console.print(verdict(result, config.onset))
+        said, leads = verdict(result, config.onset), [asdict(row) for row in result.table]
+        console.print(f"seed {seed}. {said}\n{lead_table(leads)}", markup=False, soft_wrap=True)
         report = write_report(
             [result.clean, result.faulty],
             result.faulty.folder / "report.html",
             title="Low-precision attention",
-            verdict=verdict(result, config.onset),
-            table=[row.__dict__ for row in result.table],
+            verdict=said,
+            table=leads,
         )
         console.print(f"report: {report}")
         measured(file, settings_of(config, seed, reference), lambda it=result: row_of(it))
@@ -137,25 +123,21 @@ def main(config: Config) -> list[Result]:
 
 
 def run_one(config: Config, seed: int, armed: bool, reference: Path | None) -> Run:
-    """Train one run, unless it is finished already, and read it back."""
-    name = f"attention-{'fault' if armed else 'clean'}-seed{seed}"
-    settings = TrainConfig(
-        name=name,
+    """One run, trained unless it is there."""
+    fault = AttentionFault(bits_o=config.bits_o)
+    base = TrainConfig(
         runs=config.runs,
         steps=config.steps,
-        seed=seed,
         model=config.model,
         optimizer=OptimizerConfig(learning_rate=config.learning_rate, every=25, keep=8),
         monitor=MonitorConfig(lags=(50, 200), delta=25, activations=25, weights=25, detail="full"),
-        fault=AttentionFault(bits_o=config.bits_o, onset=config.onset),
-        armed=armed,
+        fault=fault,
         reference=reference,
         evaluate_every=25,
         checkpoint_every=0,
-        resume=True,
     )
-    train(settings)
-    return load_run(config.runs / name)
+    name = f"attention-{'fault' if armed else 'clean'}"
+    return recorded(run_of(base, name, Arm(fault if armed else None), seed, config.onset))
 
 
 def learn_reference(config: Config) -> Reference:
@@ -172,27 +154,17 @@ def one_seed(config: Config, seed: int, reference: Reference) -> Result:
         raise ValueError(f"seed {seed} is in the reference: it would judge itself")
     faulty = run_one(config, seed, True, config.reference)
     clean = run_one(config, seed, False, config.reference)
-    alarms = first_by_key(faulty, BandDetector(reference))
-    table = lead_times(alarms, KEYS, HELD_OUT, config.steps, config.onset)
-    false_alarms = first_by_key(clean, BandDetector(reference))
-    return Result(faulty, clean, table, [k for k in KEYS if KEYS[k] in false_alarms])
+    alarms, false = first_outside(faulty, reference), first_outside(clean, reference)
+    leads = lead_times(alarms, KEYS, HELD_OUT, config.steps, config.onset)
+    return Result(faulty, clean, leads, [name for name in KEYS if KEYS[name] in false])
 
 
-def lead_table(result: Result, seed: int) -> Table:
-    """The lead-time table for the terminal."""
-    table = Table(title=f"First alarms, seed {seed}")
-    for column in ("monitor", "first alarm", "after onset", "lead over loss"):
-        table.add_column(column, justify="left" if column == "monitor" else "right")
-    for row in result.table:
-        never = row.first is None
-        bound = "> " if row.lead_is_bound else ""
-        table.add_row(
-            row.monitor,
-            "never" if never else str(row.first),
-            "" if row.after is None else f"{row.after:+d}",
-            "" if never or row.key == HELD_OUT else f"{bound}{row.lead}",
-        )
-    return table
+def lead_table(leads: list[Row]) -> str:
+    """First alarms, and how long before the loss's; ">" over a loss that never alarmed."""
+    lead = lambda x: "" if x["key"] == HELD_OUT else "> " * x["lead_is_bound"] + str(x["lead"])
+    columns = {"first alarm": "first", "after onset": "after", "lead over loss": lead}
+    there = [x for x in leads if x["first"] is not None]
+    return table(there, "monitor", {name: each(value) for name, value in columns.items()})
 
 
 def verdict(result: Result, onset: int) -> str:
@@ -229,15 +201,12 @@ def row_of(result: Result) -> Row:
 
 
 def tables(rows: list[Row]) -> str:
-    """First alarms by seed."""
-    seeds = [f"seed {row['settings']['seed']}" for row in rows]
-    lines = ["| monitor | " + " | ".join(seeds) + " |", "|---" * (len(rows) + 1) + "|"]
-    for name in KEYS:
-        firsts = [str(row["firsts"][name] or "never") for row in rows]
-        lines.append(f"| {name} | " + " | ".join(firsts) + " |")
-    quiet = [", ".join(row["clean"]) or "none" for row in rows]
-    lines.append("| alarms in the matched clean run | " + " | ".join(quiet) + " |")
-    return "\n".join(lines)
+    """First alarms by seed, and the monitors that alarmed in the matched clean runs."""
+    last = "alarms in the matched clean run"
+    quiet = lambda row: ", ".join(row["clean"]) or "none"
+    said = lambda row, name: quiet(row) if name == last else row["firsts"][name] or "never"
+    seeds = {f"seed {row['settings']['seed']}": row for row in rows}
+    return crossed("monitor", [*KEYS, last], seeds, said)
 
 
 def headline(rows: list[Row]) -> str:
@@ -277,17 +246,11 @@ def figure(rows: list[Row]) -> go.Figure:
                     at = {"x": [first], "y": [float(np.interp(first, x, y))]}
                     point = go.Scatter(at, mode="markers", marker=mark, showlegend=False)
                     drawn.add_trace(point, *place)
-    if rows:
-        onset = rows[0]["settings"]["onset"]
-        drawn.add_vline(x=onset, line_dash="dot", annotation_text="fault begins")
-        late = [
-            y
-            for row in rows
-            for curves in row["curves"].values()
-            for x, y in zip(*curves["held-out loss"], strict=True)
-            if x >= onset / 2
-        ]
-        drawn.update_yaxes(range=[0.95 * min(late), 1.05 * max(late)], row=2, col=2)
+    onset = rows[0]["settings"]["onset"]
+    drawn.add_vline(x=onset, line_dash="dot", annotation_text="fault begins")
+    losses = [curves["held-out loss"] for row in rows for curves in row["curves"].values()]
+    late = [y for curve in losses for x, y in zip(*curve, strict=True) if x >= onset / 2]
+    drawn.update_yaxes(range=[0.95 * min(late), 1.05 * max(late)], row=2, col=2)
     drawn.update_yaxes(type="log", row=2, col=1)
     drawn.update_xaxes(title="step")
     return drawn

@@ -6,101 +6,67 @@ and mixture of experts, are watched by the default alarms, which only write down
 often is the fault named right, how long after its onset and before the loss does the first alarm
 come, how many alarms does a healthy run raise?
 
-    python -m experiments.campaign table      all runs, judged: the tables
-    python -m experiments.campaign rescue     a run that --act is to save, with and without it
-
-    python -m experiments.campaign table --again     recorded runs, judged anew by today's rules
+    python -m experiments.campaign table            all runs, judged: the tables
+    python -m experiments.campaign table --again    recorded runs, judged anew by today's rules
+    python -m experiments.campaign rescue           a run that --act is to save, with it and without
 
 `table` takes about 23 minutes on one core, `rescue` 7. A run that is already there, or its row, is
 not run again, so both may be interrupted. Rows are written to `runs/campaign.jsonl`, the figure to
 `runs/campaign.html`. Results: `experiments/README.md`, from `experiments/results/campaign.jsonl`.
 
-Runs are judged by a replay of what they recorded, which says what the alarms say while a run goes
-on (a test holds them equal): so rules can be changed without training, and rows are always those
-of one set of rules.
-
-The seeds are none of those on which the thresholds were chosen. What counts as the diagnosis of a
-run is the one that stands at its end, with all evidence in; the first that was not "unknown" is
-listed beside it. Every alarm of a clean run is a false one. Clean runs are longer than faulty ones,
-so that what is healthy has time to drift.
+Runs are judged by what they recorded, as the alarms would have spoken while they went on (a test
+holds the two equal): rules can be changed without training. The seeds are none of those on which
+the thresholds were chosen. The diagnosis of a run is the one at its end, with all evidence in; the
+first that was not "unknown" stands beside it. Every alarm of a clean run is a false one.
 """
 
-import json
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
+import plotly.graph_objects as go
 import tyro
 
 from experiments.loop.acting import AlarmConfig
-from experiments.loop.faults import AttentionFault, Disturbance, Kind
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
-from experiments.support.campaign_tables import figure, headline, tables
+from experiments.support.arms import (
+    ARMS,
+    CLEAN,
+    DENSE,
+    EXPERTS,
+    MONITOR,
+    OPTIMIZER,
+    run_of,
+    truth_of,
+)
 from experiments.support.ending import Result, ended
-from experiments.support.verdicts import CLEAN, judge
+from experiments.support.figures import colour, panels
+from experiments.support.judging import judge, replayed
+from experiments.support.recorded import (
+    Row,
+    held_out,
+    measured,
+    recorded,
+    rows_there,
+    settings_row,
+)
+from experiments.support.tables import each, grouped, listed, listing, table
 from experiments.train import Config as TrainConfig
-from experiments.train import train
 from models.config import GPTConfig
-from stabmon.alarms.signatures import Fault
-from stabmon.alarms.standard import standard_detectors
-from stabmon.recovery.ladder import Policy
-from stabmon.recovery.ledger import CheckpointLedger
-from stabmon.recovery.recovery import Recovery
-from stabmon.recovery.replay import replay_events
-from stabmon.recovery.watcher import Watcher
-from stabmon.runs.jsonl import plain, read_jsonl
-from stabmon.runs.run import Run, load_run
+from stabmon.alarms.calibration import poisson_bound
 
-DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
-EXPERTS = replace(DENSE, experts=8, feedforward=128)
-OPTIMIZER = OptimizerConfig(learning_rate=2e-3, every=25, keep=8)
-MONITOR = MonitorConfig(lags=(50, 200), delta=25, activations=25)
 ALARMS = AlarmConfig(on=True, watch=100, verify=200, dwell=100)
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of run: what is injected, and what the alarms should call it.
-
-    Attributes:
-        truth: The diagnosis that is right; `CLEAN` if there should be none.
-        attention: Mantissa bits that O and dO lose in the attention backward.
-        disturbances: {kind: amount} of `faults.Disturbance`.
-        brief: Whether they last for one step only.
-        moe: Whether the model has experts.
-    """
-
-    truth: str
-    attention: tuple[int, int] | None = None
-    disturbances: tuple[tuple[Kind, float], ...] = ()
-    brief: bool = False
-    moe: bool = False
-
-
+_DENSE = ("learning rate ×10", "batch ÷8", "dirty batch", "repeated data", "NaN in the gradient")
+_DENSE += ("attention 7/7", "attention 7/7, learning rate ×10", "attention 7/0")
+_EXPERTS = (CLEAN, "learning rate ×10", "batch ÷8", "balance loss off", "attention 7/7")
 # In an order in which runs of one compiled program follow each other.
-CASES = {
-    "clean": Case(CLEAN),
-    "learning rate ×10": Case(Fault.LEARNING_RATE, None, (("learning rate", 10),)),
-    "batch ÷8": Case(Fault.BALANCE, None, (("batch", 8),)),
-    "dirty batch": Case(Fault.DIRTY_BATCH, None, (("dirty batch", 1),), brief=True),
-    "repeated data": Case(Fault.REPEATED_DATA, None, (("repeated data", 8),)),
-    "NaN in the gradient": Case(Fault.NONFINITE, None, (("gradient", math.nan),), brief=True),
-    "attention 7/7": Case(Fault.ATTENTION, (7, 7)),
-    "attention 7/7, learning rate ×10": Case(Fault.SEVERAL, (7, 7), (("learning rate", 10),)),
-    "attention 7/0": Case(Fault.ATTENTION, (7, 0)),
-    "clean, experts": Case(CLEAN, moe=True),
-    "learning rate ×10, experts": Case(
-        Fault.LEARNING_RATE, None, (("learning rate", 10),), moe=True
-    ),
-    "batch ÷8, experts": Case(Fault.BALANCE, None, (("batch", 8),), moe=True),
-    "balance loss off, experts": Case(Fault.BALANCE, None, (("auxiliary", 0),), moe=True),
-    "attention 7/7, experts": Case(Fault.ATTENTION, (7, 7), moe=True),
-    "attention 6/6": Case(Fault.ATTENTION, (6, 6)),
-}
-RESCUED = {"learning rate ×40": Case(Fault.LEARNING_RATE, None, (("learning rate", 40),))}
+CASES = {name: ARMS[name] for name in (CLEAN, *_DENSE)}
+CASES |= {f"{name}, experts": replace(ARMS[name], model=EXPERTS) for name in _EXPERTS}
+CASES |= {"attention 6/6": ARMS["attention 6/6"]}
+RESCUED = "learning rate ×40"
+MOST_FALSE, LEAST_RIGHT = 1.0, 0.8
 
 
 @dataclass(frozen=True)
@@ -109,19 +75,18 @@ class Config:
 
     Attributes:
         command: table or rescue.
-        seeds: Seeds of the faulty runs.
-        clean_seeds: Seeds of the clean runs.
+        seeds: Of the faulty runs.
+        clean_seeds: Of the clean runs.
         steps: Length of the faulty runs.
-        clean_steps: Length of the clean runs.
+        clean_steps: Of the clean runs, longer: what is healthy has time to drift.
         onset: First step with a fault.
         rescue_steps: Length of the runs of `rescue`.
         batch: Sequences a step.
-        dense: Shape of the dense model.
-        experts: Shape of the model with experts.
+        model: Shape; that of the runs with experts but for these.
         optimizer: Optimizer and snapshot ring of every run.
         monitor: What is measured.
         alarms: Watching, and the pace of the ladder.
-        cases: Names of the cases to run; empty: all.
+        cases: Names of the cases to run.
         runs: Where the runs lie.
         results: Where the rows go.
         again: Whether recorded runs are judged anew.
@@ -135,12 +100,11 @@ class Config:
     onset: int = 500
     rescue_steps: int = 2000
     batch: int = 16
-    dense: GPTConfig = DENSE
-    experts: GPTConfig = EXPERTS
+    model: GPTConfig = DENSE
     optimizer: OptimizerConfig = OPTIMIZER
     monitor: MonitorConfig = MONITOR
     alarms: AlarmConfig = ALARMS
-    cases: tuple[str, ...] = ()
+    cases: tuple[str, ...] = tuple(CASES)
     runs: Path = Path("runs/campaign")
     results: Path = Path("runs/campaign.jsonl")
     again: bool = False
@@ -148,119 +112,188 @@ class Config:
 
 def main(config: Config) -> Result:
     """Carry out `config.command`; all rows that there are then."""
-    rows = {_identity(x): x for x in read_jsonl(config.results)}
-    if config.command == "rescue":
-        wanted = [("rescue", x, s, config.rescue_steps) for x in RESCUED for s in config.seeds]
-    else:
-        wanted = [
-            ("verdict", name, seed, config.clean_steps if clean else config.steps)
-            for name, case in CASES.items()
-            if not config.cases or name in config.cases
-            for clean in [case.truth == CLEAN]
-            for seed in (config.clean_seeds if clean else config.seeds)
-        ]
-    for kind, name, seed, steps in wanted:
-        if (kind, name, seed, steps) in rows and not config.again:
-            continue
-        if kind == "rescue":
-            row = rescue(config, name, seed)
-        else:
-            row = verdict(config, name, seed, steps)
-        rows[kind, name, seed, steps] = row
-        write(config.results, list(rows.values()))
-        said = row["named"] if kind == "verdict" else f"{row['excess']:+.1%} of the clean loss"
-        print(f"{name}, seed {seed}: {said}", flush=True)
-    return ended(config.results, list(rows.values()), headline, tables, figure)
+    verdicts, rescues = plan(config)
+    rescuing = config.command == "rescue"
+    for name, run in rescues if rescuing else verdicts:
+        measure = partial(rescue if rescuing else verdict, config, name, run)
+        measured(config.results, settings_row(run), measure, config.again and not rescuing)
+    wanted = [settings_row(run) for _, run in (*verdicts, *rescues)]
+    return ended(config.results, rows_there(config.results, wanted), headline, tables, figure)
 
 
-def verdict(config: Config, name: str, seed: int, steps: int) -> dict[str, Any]:
-    """The row of one run, recorded before or now."""
-    case, alarms = CASES[name], config.alarms
-    run = run_one(config, name, case, seed, steps)
-    policy = Policy(watch=alarms.watch, verify=alarms.verify)
-    board = standard_detectors(config.optimizer.warmup, alarms.window)
-    ledger = CheckpointLedger(alarms.dwell, alarms.min_grade)
-    events = replay_events(run, Watcher(board, Recovery(policy, ledger)))
-    onset = steps if case.truth == CLEAN else config.onset
-    judged_from = config.optimizer.warmup + alarms.window
-    return judge(events, name, seed, case.truth, onset, steps, judged_from).row()
-
-
-def _identity(row: dict[str, Any]) -> tuple[str, str, int, int]:
-    return row["kind"], row["case"], row["seed"], row["steps"]
-
-
-def run_one(
-    config: Config, name: str, case: Case, seed: int, steps: int, act: bool | None = None
-) -> Run:
-    """One run, unless it is there already; `act` given, one of the rescue.
-
-    Raises:
-        KeyboardInterrupt: It was interrupted; it is saved, and the next call goes on with it.
-    """
-    end = config.onset + 1 if case.brief else None
-    extra = [Disturbance(kind, x, config.onset, end) for kind, x in case.disturbances]
-    fault = None
-    if case.attention is not None:
-        fault = AttentionFault(*case.attention, onset=config.onset)
-    label = "-".join(name.replace(",", "").replace("/", "_").split())
-    if act is not None:
-        label = f"rescue-{label}" + ("-act" if act else "")
-    settings = TrainConfig(
-        name=f"{label}-{seed}",
+def plan(config: Config) -> tuple[list[tuple[str, TrainConfig]], list[tuple[str, TrainConfig]]]:
+    """(case, run) of the verdicts; the same of the rescues, with the ladder at work."""
+    base = TrainConfig(
         runs=config.runs,
-        steps=steps,
-        seed=seed,
         batch=config.batch,
-        model=config.experts if case.moe else config.dense,
-        # A factor that can be changed, where none will be too: the same program for both.
-        optimizer=replace(config.optimizer, control=act is not None),
+        model=config.model,
+        optimizer=config.optimizer,
         monitor=config.monitor,
-        fault=fault,
-        disturbances=tuple(extra),
-        act=bool(act),
+        disturbances=(),
         alarms=config.alarms,
         evaluate_every=25,
-        checkpoint_every=0 if act is None else config.alarms.dwell // 2,
-        resume=True,
-        quiet=True,
+        checkpoint_every=0,
     )
-    folder = config.runs / settings.name
-    ended = {"finished", "stopped"}
-    if not (folder / "config.json").exists() or not ended & {
-        x["kind"] for x in load_run(folder).events
-    }:
-        result = train(settings)
-        if result.step < steps and result.code == 0:
-            raise KeyboardInterrupt(f"{folder} was interrupted at step {result.step}")
-    return load_run(folder)
+    verdicts, rescues = [], []
+    for name in config.cases:
+        clean = truth_of(CASES[name]) == CLEAN
+        run = replace(base, steps=config.clean_steps if clean else config.steps)
+        for seed in config.clean_seeds if clean else config.seeds:
+            verdicts.append((name, run_of(run, name, CASES[name], seed, config.onset)))
+    run = replace(base, steps=config.rescue_steps)
+    for seed in config.seeds:
+        faulty = run_of(run, f"rescue {RESCUED}", ARMS[RESCUED], seed, config.onset)
+        rescues.append((RESCUED, acting(faulty, True)))
+    return verdicts, rescues
 
 
-def rescue(config: Config, name: str, seed: int) -> dict[str, Any]:
+def acting(run: TrainConfig, act: bool) -> TrainConfig:
+    """A run that the ladder may act on, or the same program without."""
+    return replace(
+        run,
+        name=f"{run.name}-act" if act else run.name,
+        optimizer=replace(run.optimizer, control=True),
+        act=act,
+        checkpoint_every=run.alarms.dwell // 2,
+    )
+
+
+def verdict(config: Config, name: str, settings: TrainConfig) -> Row:
+    """The row of one run, recorded before or now."""
+    truth, warmup, alarms = truth_of(CASES[name]), config.optimizer.warmup, config.alarms
+    run, steps = replayed(recorded(settings), warmup, alarms), settings.steps
+    onset = steps if truth == CLEAN else config.onset
+    row = judge(run, name, settings.seed, truth, onset, steps, warmup + alarms.window)
+    return {"kind": "verdict"} | row | {"right": row["named"] == truth}
+
+
+def rescue(config: Config, name: str, settings: TrainConfig) -> Row:
     """Held-out loss of a clean run, of a faulty one, and of the same with the ladder at work."""
-    steps, case, clean = config.rescue_steps, RESCUED[name], Case(CLEAN)
-    runs = {
-        "clean": run_one(config, "clean", clean, seed, steps, False),
-        "faulty": run_one(config, name, case, seed, steps, False),
-        "act": run_one(config, name, case, seed, steps, True),
-    }
+    faulty = acting(replace(settings, name=settings.name.removesuffix("-act")), False)
+    clean = replace(faulty, name=f"rescue-clean-seed{settings.seed}", disturbances=())
+    arms = {"clean": clean, "faulty": faulty, "act": settings}
+    runs = {arm: recorded(run) for arm, run in arms.items()}
     losses = {key: held_out(run) for key, run in runs.items()}
     story = [f"{x['action']} {x['step']}" for x in runs["act"].events if x["kind"] == "action"]
     excess = losses["act"] / losses["clean"] - 1
-    row = {"kind": "rescue", "case": name, "seed": seed, "steps": steps, **losses}
+    row = {"kind": "rescue", "case": name, "seed": settings.seed, "steps": settings.steps, **losses}
     return row | {"excess": excess, "actions": story}
 
 
-def held_out(run: Run) -> float:
-    """Held-out loss at the end, NaN for a run that the ladder stopped."""
-    ends = [x["held_out"] for x in run.events if x["kind"] == "finished"]
-    return float(ends[-1]) if ends else math.nan
+def tables(rows: list[Row]) -> str:
+    """Cases, confusion, targets, false alarms, and rescued runs."""
+    verdicts, saved = ([x for x in rows if x["kind"] == kind] for kind in ("verdict", "rescue"))
+    joined = lambda name: each(lambda row: ", ".join(row[name]) or "–")
+    parts = []
+    if verdicts:
+        named = lambda of, name: sum(row["named"] == name for row in of) or ""
+        truths = grouped(verdicts, "truth")
+        names = [*truths, *sorted({x["named"] for x in verdicts} - set(truths))]
+        counts = {name: lambda of, name=name: named(of, name) for name in names}
+        parts += [_cases(verdicts), table(verdicts, "truth", counts), listing(_targets(verdicts))]
+    if false := [x for x in verdicts if x["false_alarms"] or x["false_actions"]]:
+        told = {"false alarms": joined("false_alarms"), "actions advised": joined("false_actions")}
+        parts.append(table(false, {"case": "case", "seed": "seed"}, told))
+    if saved:
+        losses = {"clean": "clean", "without the ladder": "faulty", "with it": "act"}
+        columns = {head: each(name, ".3f") for head, name in losses.items()}
+        columns |= {"above clean": each("excess", "+.1%"), "actions": joined("actions")}
+        parts.append(table(saved, {"fault": "case", "seed": "seed"}, columns))
+    return "\n\n".join(parts)
 
 
-def write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Rows as JSON lines, in place of what was there."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(plain(row)) + "\n" for row in rows), encoding="utf-8")
+def headline(rows: list[Row]) -> str:
+    """One line: whether all targets are met, and the numbers that decide it."""
+    verdicts, saved = ([x for x in rows if x["kind"] == kind] for kind in ("verdict", "rescue"))
+    right, faulty, alarms, steps, actions = _counts(verdicts)
+    missed = any(x["met"] == "no" for x in _targets(verdicts))
+    rate, bound = _rate(alarms, steps), _rate(poisson_bound(alarms), steps)
+    line = (
+        f"{'not met' if missed else 'met'}: {right} of {faulty} faults named right, {alarms} false "
+        f"alarms and {actions} actions advised in {steps:,} clean steps ({rate} per 10,000, 95 % "
+        f"upper bound {bound})"
+    )
+    if saved:
+        worst = max(x["excess"] for x in saved)
+        line += f"; `--act` ends {worst:+.1%} from the clean loss at worst in {len(saved)} runs"
+    return line
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """First alarm of each faulty run after its onset, and the loss's."""
+    drawn = panels(("",), columns=1)
+    faulty = [x for x in rows if x["kind"] == "verdict" and x["truth"] != CLEAN]
+    label = lambda x: f"{x['case']}, seed {x['seed']}"
+    kinds = (
+        ("first alarm, named right", "first_alarm", True, "circle", colour(1)),
+        ("first alarm, not named right", "first_alarm", False, "x", colour(2)),
+        ("alarm of the loss", "loss_alarm", None, "line-ns-open", colour(0)),
+    )
+    for name, key, right, symbol, painted in kinds:
+        some = [x for x in faulty if x[key] is not None and right in (None, x["right"])]
+        drawn.add_scatter(
+            x=[x[key] for x in some],
+            y=[label(x) for x in some],
+            text=[x["named"] for x in some],
+            mode="markers",
+            marker={"symbol": symbol, "color": painted, "size": 10},
+            name=name,
+        )
+    drawn.update_layout(
+        height=150 + 22 * len(faulty),
+        xaxis_title="steps after the onset of the fault",
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        yaxis={"autorange": "reversed", "categoryarray": [label(x) for x in faulty]},
+    )
+    return drawn
+
+
+def _cases(verdicts: list[Row]) -> str:
+    """A line for each case: seeds, diagnoses, lags and leads, in the order of the seeds."""
+    bound = lambda x: "> " if x["loss_alarm"] is None else ""
+    lead = lambda x: None if x["lead"] is None else f"{bound(x)}{x['lead']}"
+    columns = {
+        "steps": lambda of: listed(dict.fromkeys(x["steps"] for x in of), ","),
+        "seeds": each("seed"),
+        "named at the end": each(lambda x: f"{x['named']} {'✓' if x['right'] else '✗'}"),
+        "first named": each("first_named"),
+        "first alarm after onset": each("first_alarm"),
+        "lead over loss": each(lead),
+    }
+    return table(verdicts, "case", columns)
+
+
+def _targets(verdicts: list[Row]) -> list[dict[str, str]]:
+    """What was wanted, what was measured."""
+    right, faulty, alarms, steps, actions = _counts(verdicts)
+    share = f"{right} of {faulty}, {right / max(faulty, 1):.0%}"
+    false = f"{alarms} in {steps:,}; 95 % upper bound {_rate(poisson_bound(alarms), steps)}"
+    few = 10_000 * alarms <= MOST_FALSE * steps
+    clean = sum(x["truth"] == CLEAN for x in verdicts)
+    found = {
+        "at most 1 false alarm per 10,000 clean steps": (f"{_rate(alarms, steps)} ({false})", few),
+        "at least 80 % of the faults named right": (share, right >= LEAST_RIGHT * faulty),
+        "no action in a clean run": (f"{actions} advised, in {clean} clean runs", actions == 0),
+    }
+    said = {True: "yes", False: "no"}
+    return [{"target": x, "measured": y, "met": said[met]} for x, (y, met) in found.items()]
+
+
+def _counts(verdicts: list[Row]) -> tuple[int, int, int, int, int]:
+    """Faults named right, faults, false alarms, clean steps, false actions; of clean runs alone."""
+    clean = [x for x in verdicts if x["truth"] == CLEAN]
+    faulty = [x for x in verdicts if x["truth"] != CLEAN]
+    return (
+        sum(x["right"] for x in faulty),
+        len(faulty),
+        sum(len(x["false_alarms"]) for x in clean),
+        sum(x["clean_steps"] for x in clean),
+        sum(len(x["false_actions"]) for x in clean),
+    )
+
+
+def _rate(alarms: float, steps: int) -> str:
+    return f"{10_000 * alarms / max(steps, 1):.1f}"
 
 
 if __name__ == "__main__":

@@ -21,18 +21,16 @@ alarms see the run's own steps 100–300 only.
 """
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import plotly.graph_objects as go
 import tyro
 
+from experiments.support.arms import CLEAN
 from experiments.support.ending import Result, ended
-from experiments.support.figures import arms_of, curves
-from experiments.support.markdown import head, line, numbers, steps
-from experiments.support.moe_faults import MoEConfig
-from experiments.support.moe_judging import CURVES, Judging
-from experiments.support.rows import Row
-from experiments.support.verdicts import CLEAN
+from experiments.support.figures import curves
+from experiments.support.moe import CURVES, MoEConfig, bands_table, judged_rows, parts_of
+from experiments.support.recorded import Row
+from experiments.support.tables import each, table
 from stabmon.alarms.signatures import Fault
 
 COMBINED_ARMS = (
@@ -43,9 +41,8 @@ COMBINED_ARMS = (
     "attention, learning rate ×10",
     "attention, learning rate ×40",
 )
-# Metrics of which one has left its band to that side: the signature is there.
-Signature = tuple[tuple[str, str], ...]
-SIGNATURES: dict[str, dict[str, Signature]] = {
+# What tells a fault by bands alone: one of these metrics has left its band to that side.
+SIGNS: dict[str, dict[str, tuple[tuple[str, str], ...]]] = {
     "spectra and router": {
         "attention": (("Δ2 spectrum", "down"), ("ΔW_q spectrum", "down")),
         "learning rate": (("router entropy", "down"),),
@@ -63,36 +60,43 @@ class Config:
     """What to run.
 
     Attributes:
-        arms: Of `moe_faults.ARMS`.
-        seeds: Of initialisation and data order.
-        reference_seeds: Clean runs that the bands are learned from; none of `seeds`.
+        arms: Of `arms.ARMS`.
+        seeds: Of initialisation and data order; none of the reference's.
         moe: What all arms share.
         rejudge: Whether recorded runs are judged anew.
-        runs: Where runs, rows and figure lie.
     """
 
     arms: tuple[str, ...] = COMBINED_ARMS
     seeds: tuple[int, ...] = (700, 701, 702)
-    reference_seeds: tuple[int, ...] = (710, 711, 712, 713)
     moe: MoEConfig = field(default_factory=MoEConfig)
     rejudge: bool = False
-    runs: Path = Path("runs")
 
 
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    file = config.runs / "combined_fault.jsonl"
-    judging = Judging(config.moe, config.reference_seeds, config.runs)
-    rows = judging.rows(file, [(a, s) for s in config.seeds for a in config.arms], config.rejudge)
+    file = config.moe.runs / "combined_fault.jsonl"
+    rows = judged_rows(config.moe, file, config.arms, config.seeds, config.rejudge)
     return ended(file, rows, headline, tables, figure)
 
 
 def tables(rows: list[Row]) -> str:
-    """Both signatures in the metrics, when each left its band, and what the attribution said."""
-    parts = ["*Means of the last 100 steps, by seed.*", metrics_markdown(rows)]
-    parts += ["*First step outside the bands of clean runs, after the onset.*"]
-    parts += [bands_markdown(rows), "*Signatures and attribution, by seed.*"]
-    parts += [attribution_markdown(rows)]
+    """Both kinds of signs in the metrics, when each left its band, and what was named."""
+    late = {"seeds": each("seed")}
+    for name in ("radial alignment", "Δ2 p10", "ΔW_q p10", "router entropy"):
+        late[name] = each(f"late/{name}", ".2f")
+    late |= {"update ratio": each("late/update ratio", ".4f")}
+    late |= {"held-out loss": each("held_out", ".2f")}
+    shown = lambda pair: each(lambda row: " + ".join(sorted(signs(row, pair))) or "none", join="; ")
+    named = {
+        **{pair: shown(pair) for pair in SIGNS},
+        "first named": each("verdict/first_named", join="; "),
+        "named at the end": each(_named, join="; "),
+        "first alarm": each("verdict/first_alarm"),
+        "loss alarms": each("verdict/loss_alarm"),
+    }
+    parts = ["*Means of the last 100 steps, by seed.*", table(rows, "arm", late)]
+    parts += ["*First step outside the bands of clean runs, after the onset.*", bands_table(rows)]
+    parts += ["*Signatures and attribution, by seed.*", table(rows, "arm", named)]
     return "\n\n".join(parts)
 
 
@@ -101,8 +105,8 @@ def headline(rows: list[Row]) -> str:
     faulty = [row for row in rows if wanted(row["arm"])]
     both = [row for row in faulty if len(wanted(row["arm"])) == 2]
     alone = [row for row in faulty if len(wanted(row["arm"])) == 1]
-    shown = lambda of, pair: sum(signatures(row, pair) == wanted(row["arm"]) for row in of)
-    first, second = SIGNATURES
+    shown = lambda of, pair: sum(signs(row, pair) == wanted(row["arm"]) for row in of)
+    first, second = SIGNS
     word = "partly"
     if shown(faulty, first) == len(faulty):
         word = "reproduces"
@@ -121,59 +125,14 @@ def figure(rows: list[Row]) -> go.Figure:
     return curves(rows, CURVES)
 
 
-def metrics_markdown(rows: list[Row]) -> str:
-    """What each signature is made of, beside the loss."""
-    names = ("radial alignment", "Δ2 p10", "ΔW_q p10", "router entropy", "update ratio")
-    lines = head(["arm", "seeds", *names, "held-out loss"])
-    for arm in arms_of(rows):
-        of = [row for row in rows if row["arm"] == arm]
-        cells = [arm, ", ".join(str(row["seed"]) for row in of)]
-        for name in names:
-            cells.append(numbers([row["late"][name] for row in of], 4 if "ratio" in name else 2))
-        lines.append(line([*cells, numbers([row["held_out"] for row in of])]))
-    return "\n".join(lines)
-
-
-def bands_markdown(rows: list[Row]) -> str:
-    """A line for each metric, a column for each arm, seed by seed."""
-    arms = arms_of(rows)
-    lines = head(["metric", *arms])
-    for name in rows[0]["bands"]:
-        of = lambda arm, name=name: [row["bands"][name] for row in rows if row["arm"] == arm]
-        lines.append(line([name, *(steps(of(arm)) for arm in arms)]))
-    return "\n".join(lines)
-
-
-def attribution_markdown(rows: list[Row]) -> str:
-    """Which signatures were there, what was named, and how early against the loss."""
-    names = ["first named", "named at the end", "first alarm", "loss alarms"]
-    lines = head(["arm", *SIGNATURES, *names])
-    for arm in arms_of(rows):
-        of = [row for row in rows if row["arm"] == arm]
-        verdicts = [row["verdict"] for row in of]
-        cells = [
-            arm,
-            *("; ".join(_shown(row, pair) for row in of) for pair in SIGNATURES),
-            "; ".join(x["first_named"] for x in verdicts),
-            "; ".join(
-                f"{x['named']}{_parts(row)}{' ✓' if right(row) else ' ✗'}"
-                for x, row in zip(verdicts, of, strict=True)
-            ),
-            steps(x["first_alarm"] for x in verdicts),
-            steps(x["loss_alarm"] for x in verdicts),
-        ]
-        lines.append(line(cells))
-    return "\n".join(lines)
-
-
-def signatures(row: Row, pair: str) -> set[str]:
-    """Faults whose signature, of one pair, is outside the bands at some step after the onset."""
+def signs(row: Row, pair: str) -> set[str]:
+    """Faults whose sign, of one pair, is outside the bands at some step after the onset."""
     moved = {
         (name, row["directions"][name])
         for name, step in row["bands"].items()
         if step is not None and step >= 0
     }
-    return {fault for fault, signs in SIGNATURES[pair].items() if moved & set(signs)}
+    return {fault for fault, sides in SIGNS[pair].items() if moved & set(sides)}
 
 
 def wanted(arm: str) -> set[str]:
@@ -186,17 +145,13 @@ def right(row: Row) -> bool:
     named, faults = row["verdict"]["named"], row["faults"]
     if len(faults) < 2:
         return named == (faults[0] if faults else CLEAN)
-    parts = set(row["parts"][0]) if row["parts"] else set()
-    return named == Fault.SEVERAL and parts >= set(faults)
+    return named == Fault.SEVERAL and set(parts_of(row)) >= set(faults)
 
 
-def _shown(row: Row, pair: str) -> str:
-    return " + ".join(sorted(signatures(row, pair))) or "none"
-
-
-def _parts(row: Row) -> str:
-    parts = row["parts"][0] if row["parts"] else []
-    return f" ({', '.join(parts)})" if parts else ""
+def _named(row: Row) -> str:
+    parts = parts_of(row)
+    said = f" ({', '.join(parts)})" if parts else ""
+    return f"{row['verdict']['named']}{said}{' ✓' if right(row) else ' ✗'}"
 
 
 if __name__ == "__main__":

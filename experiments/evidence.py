@@ -20,8 +20,7 @@ and `run` and `figures` also `experiments/figures/<name>.svg`, which wants Kalei
 (`figures.py`); without them `run` says so and leaves the images as they are.
 
 An experiment's module has `tables(rows) -> str`, Markdown, `figure(rows)`, a Plotly figure, and
-`headline(rows) -> str`, one line that gives a verdict and a colon first (`verdict_of`); it may have
-`current(rows) -> rows`, which leaves out rows that today's settings would not write. What is
+`headline(rows) -> str`, one line that gives a verdict and a colon first (`verdict_of`). What is
 measured is each experiment's.
 """
 
@@ -43,7 +42,7 @@ import tyro
 
 from experiments.support.figures import write_images
 from experiments.support.listed import EXPERIMENTS, Experiment
-from experiments.support.rows import Row, latest
+from experiments.support.recorded import Row, latest
 from stabmon.runs.jsonl import append, read_jsonl
 
 ROOT = Path(__file__).parent.parent
@@ -166,10 +165,7 @@ def _run_one(config: Config, experiment: Experiment, core: int | None) -> int:
 
 def collect(config: Config, experiment: Experiment) -> None:
     """Copy an experiment's rows to `experiments/results/`."""
-    module = import_module(experiment.writer)
     rows = latest(read_jsonl(config.runs / f"{experiment.name}.jsonl"))
-    if hasattr(module, "current"):
-        rows = module.current(rows)
     target = config.root / "experiments" / "results" / f"{experiment.name}.jsonl"
     target.parent.mkdir(parents=True, exist_ok=True)
     whole = target.with_suffix(".part")
@@ -187,7 +183,7 @@ def images(root: Path, experiments: Sequence[Experiment]) -> dict[Path, go.Figur
     found = {}
     for experiment in experiments:
         if rows := read_jsonl(root / "experiments" / "results" / f"{experiment.name}.jsonl"):
-            module: Any = import_module(experiment.writer)
+            module: Any = import_module(experiment.program)
             found[_image(root, experiment)] = module.figure(rows)
     return found
 
@@ -232,7 +228,7 @@ def written(experiment: Experiment, rows: list[Row]) -> tuple[str, str]:
     Raises:
         ValueError: The headline has several lines, or no verdict.
     """
-    module: Any = import_module(experiment.writer)
+    module: Any = import_module(experiment.program)
     headline = module.headline(rows)
     if "\n" in headline or verdict_of(headline) is None:
         raise ValueError(

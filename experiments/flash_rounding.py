@@ -10,7 +10,6 @@ with a repeated maximum predict it?
 
 15 seconds on one core. No model is trained: logits, values and dO are drawn. Rows:
 `runs/flash_rounding.jsonl`, figure: `runs/flash_rounding.html`. Results: `experiments/README.md`.
-Tables: `flash_tables.py`.
 
 The arithmetic is that of `models.flash`: factors rounded to bfloat16, products summed in float32,
 the sum rounded to bfloat16; the reference is float64 on the same bfloat16 values. Values are all
@@ -27,16 +26,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+import plotly.graph_objects as go
 import tyro
 
 from experiments.support.ending import Result, ended
-from experiments.support.flash_tables import HEALS, figure, headline, tables
+from experiments.support.figures import colour, panels
+from experiments.support.recorded import Row
+from experiments.support.tables import grouped, table
 from models.flash import softmax_shift
 from stabmon import repeated_maximum
 from stabmon.runs.jsonl import plain
 
 CASES = (("same", None), ("same", 2.0), ("same", 8.0), ("either", None))
+HEALS = ("O in float32", "P̄ V in float32", "δ = rowsum(dP ∘ P)")
 REMEDIES = ("none", "factors of P̄ V in float32", *HEALS, "β = 2", "β = 8")
+CLEAR = 4.0
 
 
 @dataclass(frozen=True)
@@ -186,6 +190,96 @@ def _z(x: np.ndarray) -> float:
     """Mean over standard error; 0 where all are the same."""
     spread = float(x.std())
     return 0.0 if spread == 0 else float(x.mean() / (spread / np.sqrt(x.size)))
+
+
+def tables(rows: list[Row]) -> str:
+    """Errors of P̄ V and of δ, and what the monitor counts."""
+    bias, remedies, heads = parts(rows)
+    gaps = list(dict.fromkeys(row["gap"] for row in bias))
+
+    def by_gap(cell):
+        at = lambda of, gap: next(cell(row) for row in of if row["gap"] == gap)
+        return {f"gap {gap:g}": lambda of, gap=gap: at(of, gap) for gap in gaps}
+
+    unclear = lambda r: abs(r["z"]) < CLEAR
+    places = lambda r: f"({r['ulp']:+.3f})" if unclear(r) else f"{r['ulp']:+.3f}"
+    shown = [heads[0], heads[(len(heads) - 1) // 2], *heads[-2:]]
+    values = lambda r: "one sign" if r["sign"] == "same" else "either sign"
+    lines = {"values": values, "softmax": _softmax, "P̄ = 1": "ones"}
+    repeated = {
+        "rows with an equal maximum": lambda r: f"{100 * r['share'] * (not r['apart']):.0f} %",
+        "logits apart": lambda r: f"{r['apart']:g}",
+        "rows counted": lambda r: f"{r['repeated']:.0f}",
+        "error of δ (z)": lambda r: f"{r['delta_error']:+.1e} ({r['z']:+.0f})",
+    }
+    found = [
+        "Error of P̄ V in units of its last bfloat16 place, away from zero positive; in brackets "
+        f"|z| < {CLEAR:g}:",
+        table(bias, lines, by_gap(places)),
+        "Error of δ = rowsum(dO ∘ O) where two P̄ are 1 and dO leans to the sign of the values, "
+        "relative to mean |δ|, z in brackets:",
+        table(remedies, "remedy", by_gap(lambda r: f"{r['mean']:+.1e} ({r['z']:+.0f})")),
+        "Heads that repeat the maximum in more and more of their rows (gap 12), and one whose "
+        "two largest logits differ a little:",
+        table(shown, repeated, {}),
+    ]
+    return "\n\n".join(found)
+
+
+def headline(rows: list[Row]) -> str:
+    """Whether the bias is there, heals, and is predicted."""
+    bias, remedies, _ = parts(rows)
+    two = [r for r in bias if r["sign"] == "same" and r["beta"] is None and r["ones"] == 2]
+    there = [r["gap"] for r in two if r["z"] > CLEAR]
+    error = {(r["remedy"], r["gap"]): r for r in remedies}
+    last = max(r["gap"] for r in remedies)
+    plain_error, healed = error["none", last], [error[x, last] for x in HEALS]
+    heals = sum(abs(r["mean"]) < plain_error["mean"] / 20 for r in healed)
+    r = correlation(rows)
+    good = bool(there) and heals == len(HEALS) and r > 0.9
+    where = f"from a gap of {min(there):g} on" if there else "nowhere"
+    return (
+        f"{'reproduces' if good else 'partly'}: two P̄ = 1 bias P̄ V {where} "
+        f"({max(x['ulp'] for x in two):+.2f} places at most); "
+        f"{heals} of {len(HEALS)} remedies heal, β = 2: error of δ {plain_error['mean']:+.1e} → "
+        f"{error['β = 2', last]['mean']:+.1e}; "
+        f"monitor and error correlate at {r:.3f}"
+    )
+
+
+def parts(rows: list[Row]) -> list[list[Row]]:
+    """Rows of the bias, of the remedies, and of the heads."""
+    return [[r for r in rows if r["table"] == name] for name in ("bias", "remedies", "heads")]
+
+
+def correlation(rows: list[Row]) -> float:
+    """Over heads with equal maxima, of the monitor's count and the error of δ."""
+    heads = [r for r in parts(rows)[2] if r["apart"] == 0]
+    counted, drift = [x["repeated"] for x in heads], [x["delta_error"] for x in heads]
+    return float(np.corrcoef(counted, drift)[0, 1])
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """Bias over the gap with two P̄ = 1 by softmax; error of δ over the monitor's count."""
+    bias, _, heads = parts(rows)
+    titles = ("bias of P̄ V, two P̄ = 1, last places", "error of δ by rows with a repeated maximum")
+    drawn = panels(titles, columns=2)
+    two = [r for r in bias if r["sign"] == "same" and r["ones"] == 2]
+    for i, (name, of) in enumerate(grouped(two, _softmax).items()):
+        x, y = [r["gap"] for r in of], [r["ulp"] for r in of]
+        line = {"color": colour((2, 1, 3)[i % 3])}
+        drawn.add_trace(go.Scatter(x=x, y=y, name=name, line=line), row=1, col=1)
+    x, y = [r["repeated"] for r in heads], [r["delta_error"] for r in heads]
+    text, marker = [f"logits {r['apart']:g} apart" for r in heads], {"color": colour(0)}
+    points = go.Scatter(x=x, y=y, text=text, mode="markers", name="heads", marker=marker)
+    drawn.add_trace(points, row=1, col=2)
+    drawn.update_xaxes(title="other logits below the maximum by", col=1)
+    drawn.update_xaxes(title="rows with a repeated maximum", col=2)
+    return drawn
+
+
+def _softmax(row: Row) -> str:
+    return "plain" if row["beta"] is None else f"β = {row['beta']:g}"
 
 
 if __name__ == "__main__":

@@ -17,71 +17,64 @@ measured again; figure: `runs/grades.html`. Results: `experiments/README.md`.
 Two layers, D = 64, dense. Arms of a seed share data and, but for QK-norm and the initialisation's
 scale, the first parameters and the compiled program. Without `--act` the alarms are replayed over
 the recorded run; with it they are those that it acted on. Checkpoints are ranked as `stabmon rank`
-does and continued without the fault (`continuing.py`). Tables: `grades_tables.py`.
+does and continued without the fault (`continuing.py`).
 """
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from pathlib import Path
+from statistics import mean
 from typing import Any, Literal
 
+import plotly.graph_objects as go
 import tyro
 
-from experiments.campaign import ALARMS, DENSE, MONITOR, OPTIMIZER, held_out
+from experiments.campaign import ALARMS
 from experiments.loop.acting import AlarmConfig
-from experiments.loop.faults import AttentionFault, Disturbance
+from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.session import identity
 from experiments.loop.step import MonitorConfig
+from experiments.support.arms import DENSE, MONITOR, OPTIMIZER, run_of
 from experiments.support.continuing import continue_all
 from experiments.support.ending import Result, ended
-from experiments.support.figures import curve
-from experiments.support.grades_of_text import grades_of_texts
-from experiments.support.grades_tables import figure, headline, tables
-from experiments.support.moe_faults import judged, run_one
-from experiments.support.rows import Row, append_row, measured, rows_there
+from experiments.support.figures import curves
+from experiments.support.grading import (
+    ARMS,
+    EARLY,
+    FALLS,
+    HEALED,
+    WINS,
+    actions_of,
+    acts,
+    claims,
+    correlations,
+    firsts,
+    story,
+    wins_of,
+)
+from experiments.support.judging import claims_table, overall, replayed
+from experiments.support.recorded import (
+    Row,
+    held_out,
+    measured,
+    recorded,
+    rows_there,
+    settings_row,
+)
+from experiments.support.states import grades_of_texts
+from experiments.support.tables import each, grouped, listed, table, value_of
 from experiments.support.text_mixes import MIXES, write_mixes
-from experiments.support.verdicts import LOSSES
-from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.runs.run import Run
+from stabmon.output.ranking import grade_of
 
-RATIO = "activations/global/rank_ratio/min"
-ENTROPY = "attention/global/entropy/mean"
 Part = Literal["story", "ranking", "mixes"]
-
-
-@dataclass(frozen=True)
-class Arm:
-    """How a run of the story differs from a clean one.
-
-    Attributes:
-        rate: Factor of the learning rate from the onset on.
-        attention: Whether O and dO lose 7 mantissa bits from the onset on.
-        std: Standard deviation of the block matrices at the start; None: the model's own.
-        qk_norm: Whether queries and keys are normalised.
-        act: Whether the recovery ladder acts.
-    """
-
-    rate: float = 1.0
-    attention: bool = False
-    std: float | None = None
-    qk_norm: bool = False
-    act: bool = False
-
-
-ARMS = {
-    "clean": Arm(),
-    "learning rate ×40": Arm(rate=40.0),
-    "learning rate ×40, ladder": Arm(rate=40.0, act=True),
-    "clean, QK-norm": Arm(qk_norm=True),
-    "learning rate ×40, QK-norm": Arm(rate=40.0, qk_norm=True),
-    "attention": Arm(attention=True),
-    "initialisation": Arm(std=1.0),
-    "initialisation, QK-norm": Arm(std=1.0, qk_norm=True),
-}
+CURVES = ("rank ratio of the worst layer", "attention entropy", "held-out loss")
+# Claims of the headline, and how they are put there.
+_SHORT = {FALLS: "the grade falls in", EARLY: "its alarm before the loss's in"}
+_SHORT |= {HEALED: "the ladder ends within 5 % of clean in", WINS: "the healthier checkpoint wins"}
 
 
 @dataclass(frozen=True)
@@ -90,8 +83,8 @@ class Config:
 
     Attributes:
         parts: Of the question.
-        arms: Of `ARMS`, for the story.
-        ranked: Of `ARMS`, whose checkpoints are ranked and continued.
+        arms: Of `grading.ARMS`, for the story.
+        ranked: Those whose checkpoints are ranked and continued.
         seeds: Of initialisation and data order.
         steps: Length of a run.
         onset: First step with a fault.
@@ -118,7 +111,7 @@ class Config:
     mix_steps: int = 500
     batch: int = 16
     model: GPTConfig = DENSE
-    optimizer: OptimizerConfig = field(default_factory=lambda: replace(OPTIMIZER, control=True))
+    optimizer: OptimizerConfig = OPTIMIZER
     monitor: MonitorConfig = MONITOR
     alarms: AlarmConfig = ALARMS
     rejudge: bool = False
@@ -129,41 +122,30 @@ def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
     file = config.runs / "grades.jsonl"
     texts = write_mixes(config.runs / "grades-texts")
-    all_settings = []
-    for part, names in plan(config).items():
+    wanted = []
+    plan: dict[Part, tuple[str, ...]]
+    plan = {"story": config.arms, "ranking": config.ranked, "mixes": MIXES}
+    for part, names in plan.items():
         for seed in config.seeds:
             for name in names:
-                run = mix_settings(config, name, texts, seed) if part == "mixes" else None
-                run = run or settings_of(config, name, seed)
+                run = train_config(config, part, name, seed, texts)
                 settings = row_settings(config, part, name, run)
-                all_settings.append(settings)
+                wanted.append(settings)
                 if part not in config.parts:
                     continue
-                measure = partial(row_of, config, part, name, run, texts)
                 there = rows_there(file, [settings])
-                if config.rejudge and part != "mixes" and there:
-                    append_row(file, measure(there[0]) | {"settings": settings})
-                measured(file, settings, measure)
-    return ended(file, rows_there(file, all_settings), headline, tables, figure)
+                before = there[0] if there else None
+                measure = partial(row_of, config, part, name, run, texts, before)
+                measured(file, settings, measure, config.rejudge and part != "mixes")
+    return ended(file, rows_there(file, wanted), headline, tables, figure)
 
 
-def plan(config: Config) -> dict[Part, tuple[str, ...]]:
-    """What each part runs for every seed: arms, or texts."""
-    return {"story": config.arms, "ranking": config.ranked, "mixes": MIXES}
-
-
-def row_settings(config: Config, part: Part, name: str, run: TrainConfig) -> dict[str, Any]:
+def row_settings(config: Config, part: Part, name: str, run: TrainConfig) -> Row:
     """What a row is measured with, wherever runs and texts lie."""
-    settings = identity(run) | {
-        "data": None,
-        "steps": run.steps,
-        "part": part,
-        "of": name,
-        "window": config.alarms.window,
-    }
+    about = {"data": None, "part": part, "of": name, "window": config.alarms.window}
     if part == "ranking":
-        settings |= {"ranked_at": list(config.ranked_at), "continued": config.continued}
-    return settings
+        about |= {"ranked_at": list(config.ranked_at), "continued": config.continued}
+    return settings_row(run) | about
 
 
 def row_of(
@@ -171,104 +153,144 @@ def row_of(
     part: Part,
     name: str,
     settings: TrainConfig,
-    texts: dict[str, Path],
-    before: Row | None = None,
+    texts: Mapping[str, Path],
+    before: Row | None,
 ) -> Row:
     """The row of one run and one part of the question.
 
     Judged anew where it is there `before`: checkpoints are not continued again.
     """
-    recorded = run_one(settings)
-    run = recorded
-    if not settings.act:
-        run = judged(recorded, settings.optimizer.warmup, config.alarms.window)
+    whole, warmup = recorded(settings), settings.optimizer.warmup
     row = {"kind": part, "arm": name, "seed": settings.seed}
+    if part == "mixes":
+        return row | {"held_out": held_out(whole), "texts": grades_of_texts(settings, texts)}
+    window = AlarmConfig(window=config.alarms.window)
+    run = whole if settings.act else replayed(whole, warmup, window)
     if part == "ranking":
         known = {x["step"]: x["continued"] for x in before["checkpoints"]} if before else None
         found = continue_all(settings, run, config.ranked_at, config.continued, known)
         return row | {"checkpoints": found, "onset": config.onset}
-    graded = grades_of_texts(settings, texts)
-    if part == "mixes":
-        return row | {"held_out": held_out(recorded), "texts": graded}
-    return row | story(config, name, run, held_out(recorded)) | {"texts": {"code": graded["code"]}}
+    row |= story(run, name, config.onset, warmup) | {"held_out": held_out(whole)}
+    return row | {"texts": grades_of_texts(settings, {"code": texts["code"]})}
 
 
-def story(config: Config, name: str, run: Run, loss: float) -> Row:
-    """What became of grade, alarms and loss in one run."""
-    onset = 0 if ARMS[name].std is not None else config.onset
-    alarms = [x for x in run.events if x["kind"] == "alarm" and x["step"] >= onset]
-    first = lambda found: min((x["step"] - onset for x in found), default=None)
-    steps, ratios = run.metrics[RATIO]
-    later = ratios[(steps > onset) & (steps > config.optimizer.warmup)]
-    before = ratios[(steps <= onset) & (steps > config.optimizer.warmup)]
-    actions = [x for x in run.events if x["kind"] == "action" and ARMS[name].act]
-    return {
-        "onset": onset,
-        "before": float(before[-4:].mean()) if len(before) else None,
-        "lowest": float(later.min()),
-        "late": float(ratios[-4:].mean()),
-        "attention_entropy": float(run.metrics[ENTROPY][1][-4:].mean()),
-        "grade_alarm": first([x for x in alarms if x["key"] == RATIO]),
-        "first_alarm": first(alarms),
-        "first_key": min(alarms, key=lambda x: x["step"])["key"] if alarms else None,
-        "loss_alarm": first([x for x in alarms if x["key"] in LOSSES]),
-        "held_out": loss,
-        "actions": [f"{x['action']} {x['step']}" for x in actions if not x["dry"]],
-        "stopped": any(x["kind"] == "stopped" for x in run.events),
-        "curves": {
-            "rank ratio of the worst layer": curve(run, RATIO, 25),
-            "attention entropy": curve(run, ENTROPY, 50),
-            "held-out loss": curve(run, HELD_OUT, 50),
-        },
-    }
-
-
-def settings_of(config: Config, name: str, seed: int) -> TrainConfig:
-    """The training run of one arm of the story."""
-    arm = ARMS[name]
-    model = replace(config.model, qk_norm=arm.qk_norm)
-    if arm.std is not None:
-        model = replace(model, std=arm.std)
-    wrong = (Disturbance("learning rate", arm.rate, config.onset),) if arm.rate != 1 else ()
-    words = name.replace(",", "").replace("×", "x").split()
-    return TrainConfig(
-        name=f"grades-{'-'.join(words)}-seed{seed}",
+def train_config(
+    config: Config, part: Part, name: str, seed: int, texts: Mapping[str, Path]
+) -> TrainConfig:
+    """The training run of one arm, or on one of the texts without any fault."""
+    mix, arm = part == "mixes", "clean" if part == "mixes" else name
+    every = 0 if mix or arm not in config.ranked else gcd(*config.ranked_at)
+    base = TrainConfig(
         runs=config.runs,
-        steps=config.steps,
-        seed=seed,
+        data=texts[name] if mix else None,
+        steps=config.mix_steps if mix else config.steps,
         batch=config.batch,
-        model=model,
-        optimizer=config.optimizer,
+        model=config.model,
+        # A factor that can be changed, where none will be too: the same program for all.
+        optimizer=replace(config.optimizer, control=True),
         monitor=config.monitor,
-        fault=AttentionFault(7, 7, onset=config.onset),
-        armed=arm.attention,
-        disturbances=wrong,
-        act=arm.act,
-        alarms=config.alarms if arm.act else AlarmConfig(),
+        fault=AttentionFault(7, 7),
+        disturbances=(),
+        alarms=config.alarms if acts(arm) else AlarmConfig(),
         evaluate_every=25,
-        checkpoint_every=_checkpoints(config, name),
+        checkpoint_every=config.alarms.dwell // 2 if acts(arm) else every,
         keep=0,
-        resume=True,
-        quiet=True,
     )
+    label = f"grades text {name}" if mix else f"grades {name}"
+    return run_of(base, label, ARMS[arm], seed, config.onset)
 
 
-def mix_settings(config: Config, mix: str, texts: dict[str, Path], seed: int) -> TrainConfig:
-    """The training run on one of the texts, without any fault."""
-    return replace(
-        settings_of(config, "clean", seed),
-        name=f"grades-{texts[mix].stem}-seed{seed}",
-        data=texts[mix],
-        steps=config.mix_steps,
-        checkpoint_every=0,
+def tables(rows: list[Row]) -> str:
+    """The story, the segments, the data mixes, the ranking, and what they say to each claim."""
+    kinds, parts = grouped(rows, "kind"), []
+    rho = lambda name: lambda row: correlations(row)[name]
+    if of := kinds.get("story"):
+        parts += ["*The story: rank ratio of the worst layer, and grade.*", story_table(of)]
+        parts += ["*By segment of the context, front to back, at the end, on code.*"]
+        parts += [segments_table(of)]
+    if of := kinds.get("mixes"):
+        columns = {"seeds": each("seed")}
+        columns |= {text: each(_graded(f"texts/{text}/ratio")) for text in of[0]["texts"]}
+        columns |= {"own held-out loss": each("held_out", ".2f")}
+        parts += ["*Grade by data: trained on a row, measured on a column.*"]
+        parts += [table(of, {"trained on": "arm"}, columns)]
+    if of := kinds.get("ranking"):
+        best = {"checkpoints, best first by health": each(_checkpoints)}
+        columns = {
+            "ρ of the health ranking": each(rho("health"), "+.2f"),
+            "ρ of the loss ranking": each(rho("loss"), "+.2f"),
+            "disputed pairs won by health": each(
+                lambda row: f"{sum(wins_of(row))} of {len(wins_of(row))}"
+            ),
+            "first by health, first by loss: continued": each(firsts, join="; "),
+        }
+        parts += ["*Checkpoints, best first by health, and their loss 500 steps later.*"]
+        parts += [table(of, {"arm": "arm", "seed": "seed"}, best)]
+        parts += ["*Rankings against the loss after continuing.*", table(of, "arm", columns)]
+    return "\n\n".join([*parts, "*Claims.*", claims_table(claims(rows))])
+
+
+def headline(rows: list[Row]) -> str:
+    """The verdict and the numbers that it rests on."""
+    found = claims(rows)
+    short = [f"{_SHORT[x.words]} {x.count}" for x in found if x.words in _SHORT]
+    if rho := [correlations(row) for row in rows if row["kind"] == "ranking"]:
+        health, loss = (mean(x[name] for x in rho) for name in ("health", "loss"))
+        short.append(f"ρ with the loss 500 steps later {health:.2f} by health, {loss:.2f} by loss")
+    return f"{overall(found)}: {'; '.join(short)}"
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """The curves of the story's runs."""
+    return curves([row for row in rows if row["kind"] == "story"], CURVES)
+
+
+def story_table(rows: list[Row]) -> str:
+    """Before and after the onset, alarms, loss and actions, seed by seed."""
+    what = lambda row: None if row["first_key"] is None else row["first_key"].replace("/global", "")
+
+    def actions(of: list[Row]) -> str:
+        return "; ".join(map(actions_of, of)) if any(map(actions_of, of)) else ""
+
+    columns = {
+        "seeds": each("seed"),
+        "rank ratio before": each(_graded("before")),
+        "lowest after": each(_graded("lowest")),
+        "at the end": each(_graded("late")),
+        "grade alarm": each("grade_alarm"),
+        "first alarm": each("first_alarm"),
+        "what it was": each(what),
+        "loss alarm": each("loss_alarm"),
+        "attention entropy": each("attention_entropy", ".2f"),
+        "held-out loss": each("held_out", ".2f"),
+        "actions": actions,
+    }
+    return table(rows, "arm", columns)
+
+
+def segments_table(rows: list[Row]) -> str:
+    """Rank ratios of the worst layer's segments, means over seeds."""
+    segments = lambda of: [row["texts"]["code"]["segments"] for row in of]
+    count = len(segments(rows)[0])
+    columns: dict[str, Any] = {
+        f"{i + 1} of {count}": lambda of, i=i: f"{mean(x[i] for x in segments(of)):.2f}"
+        for i in range(count)
+    }
+    columns["last less first, by seed"] = lambda of: listed(
+        (x[-1] - x[0] for x in segments(of)), "+.2f"
     )
+    return table(rows, "arm", columns)
 
 
-def _checkpoints(config: Config, name: str) -> int:
-    """Steps between checkpoints: what the ladder goes back to, or what is ranked, or none."""
-    if ARMS[name].act:
-        return config.alarms.dwell // 2
-    return gcd(*config.ranked_at) if name in config.ranked else 0
+def _checkpoints(row: Row) -> str:
+    said = "{step} {state} {loss:.2f} → {continued:.2f}"
+    return "; ".join(said.format(**x) for x in row["checkpoints"])
+
+
+def _graded(value: str):
+    """A rank ratio, and its grade."""
+    said = lambda ratio: None if ratio is None else f"{ratio:.2f} S{grade_of(ratio)}"
+    return lambda row: said(value_of(row, value))
 
 
 if __name__ == "__main__":

@@ -12,73 +12,30 @@ with a small batch, for `Config.steps`: do stable rank and loss do what the pape
 
 About 70 minutes on one core, 60 of them for NanoGPT-5M. Rows: `runs/scale_presets.jsonl`, figure:
 `runs/scale_presets.html`. Results: `experiments/README.md`. What devices send each other:
-`scale_study.py`. Tables and figure: `scale_tables.py`.
+`scale_study.py`.
 """
 
-import resource
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from math import isfinite
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
+import plotly.graph_objects as go
 import tyro
 
 from experiments.loop.cluster import join, leads, together
-from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.placement import Placement
-from experiments.loop.step import MonitorConfig, make_step
+from experiments.loop.step import MonitorConfig
 from experiments.support.ending import Result, ended
-from experiments.support.rows import Row, measured
-from experiments.support.scale_tables import figure, headline, tables
+from experiments.support.figures import curve, curves
+from experiments.support.recorded import Row, held_out, measured, recorded
+from experiments.support.scale import PAPERS, REDUCED, count, paper_config, two_steps
+from experiments.support.tables import table
 from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
-from models.gpt import init_params
-from models.presets import PRESETS
 from models.sharding import Parallelism
-from stabmon.runs.run import load_run
-
-
-@dataclass(frozen=True)
-class Paper:
-    """How a preset is trained in its paper.
-
-    Attributes:
-        rate: Base learning rate.
-        tokens: A step.
-        matrices: Factor of the block matrices' learning rate.
-        others: Factor of all others' (the paper: the embeddings'; here the norms' too).
-        source: Where it is from.
-    """
-
-    rate: float
-    tokens: int
-    matrices: float = 1.0
-    others: float = 1.0
-    source: str = "arXiv 2602.01734"
-
-
-SIGMA = Paper(3.5e-4, 65_536, matrices=16.0, others=4.0)
-PAPERS = {
-    "nanogpt-5m": Paper(6e-4, 122_880, matrices=16.0, others=4.0),
-    "sigma-40m-mha": SIGMA,
-    "sigma-40m-mla": SIGMA,
-    "llama-1b": Paper(1e-3, 65_536),
-    "llama-moe-3b": Paper(1e-3, 65_536),
-    "qwen3-moe-mini": Paper(1e-3, 65_536, source="rate and batch not published, as LLaMA"),
-}
-# (layers, tokens of a sequence) of the two steps that are taken, one sequence each.
-REDUCED = {
-    "nanogpt-5m": (24, 256),
-    "sigma-40m-mha": (28, 128),
-    "sigma-40m-mla": (28, 128),
-    "llama-1b": (2, 64),
-    "llama-moe-3b": (1, 64),
-    "qwen3-moe-mini": (4, 64),
-}
 
 
 @dataclass(frozen=True)
@@ -142,27 +99,6 @@ def main(config: Config) -> Result | None:
     return ended(file, rows, headline, tables, figure)
 
 
-def paper_config(preset: str) -> TrainConfig:
-    """A preset as its paper trains it; the linear decay goes on for ten times the warm-up."""
-    model, paper = PRESETS[preset], PAPERS[preset]
-    return TrainConfig(
-        name=preset,
-        steps=50_000,
-        batch=paper.tokens // model.context,
-        model=model,
-        optimizer=OptimizerConfig(
-            learning_rate=paper.rate * paper.others,
-            rates=(("all", paper.rate * paper.matrices),),
-            warmup=2000,
-            schedule="linear",
-            clip=1.0,
-        ),
-        monitor=MonitorConfig(weights=500, activations=100),
-        evaluate_every=500,
-        checkpoint_every=1000,
-    )
-
-
 def pod_config(config: Config) -> TrainConfig:
     """A preset in full, its forward pass in bfloat16."""
     full = paper_config(config.preset)
@@ -186,54 +122,6 @@ def _apart(name: str, seed: int) -> Row:
         return pool.submit(two_steps, name, *REDUCED[name], seed).result()
 
 
-def two_steps(name: str, layers: int, context: int, seed: int) -> Row:
-    """The full step compiled; two steps of the reduced one, on random tokens."""
-    full = paper_config(name)
-    memory = compiled_memory(full)
-    model = replace(full.model, layers=layers, context=context)
-    init, step, _ = make_step(model, full.optimizer, MonitorConfig(delta=0), None)
-    rng = np.random.default_rng(seed)
-    losses, state = [], init(seed)
-    before = np.array(jax.tree.leaves(state.params)[0])
-    for _ in range(2):
-        tokens = rng.integers(0, model.vocabulary, (1, context + 1), np.int32)
-        state, _, loss = step(state, tokens, np.float32(0), due=())
-        losses.append(float(loss))
-    return {
-        "preset": name,
-        "parameters": count(full),
-        "paper": {"rate": PAPERS[name].rate, "tokens": PAPERS[name].tokens},
-        "source": PAPERS[name].source,
-        "full": {"layers": full.model.layers, "context": full.model.context, "batch": full.batch},
-        "full_bytes": memory,
-        "reduced": {"layers": layers, "context": context, "batch": 1},
-        "reduced_parameters": count(replace(full, model=model)),
-        "losses": losses,
-        "moved": bool((np.asarray(jax.tree.leaves(state.params)[0]) != before).any()),
-        "uniform": float(np.log(model.vocabulary)),
-        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-    }
-
-
-def count(config: TrainConfig) -> int:
-    """Parameters of the model."""
-    shapes = jax.eval_shape(lambda: init_params(config.model, 0))
-    return sum(int(np.prod(x.shape)) for x in jax.tree.leaves(shapes))
-
-
-def compiled_memory(config: TrainConfig) -> int:
-    """Bytes that the full step needs on one device, one sequence at a time, in bfloat16."""
-    model = replace(config.model, dtype="bfloat16")
-    init, step, _ = make_step(model, config.optimizer, MonitorConfig(delta=0), None)
-    state = jax.eval_shape(lambda: init(0))
-    tokens = jax.ShapeDtypeStruct((1, model.context + 1), jnp.int32)
-    armed = jax.ShapeDtypeStruct((), jnp.float32)
-    train_step: Any = step.train
-    memory = train_step.lower(state, tokens, armed, due=()).compile().memory_analysis()
-    held = memory.argument_size_in_bytes - memory.alias_size_in_bytes
-    return held + memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-
 def nanogpt(config: Config) -> Row:
     """NanoGPT-5M on bytes for as long as asked; its loss, stable ranks and gradient."""
     full = paper_config("nanogpt-5m")
@@ -254,10 +142,7 @@ def nanogpt(config: Config) -> Row:
         resume=True,
         quiet=True,
     )
-    result = train(settings)
-    if result.step < steps:
-        raise SystemExit(f"{settings.name}: interrupted, goes on from there")
-    run = load_run(result.folder)
+    run = recorded(settings)
     keys = {
         **{f"stable rank of W_{x}": f"weights/global/{x}/stable_rank/mean" for x in "qk"},
         "stable rank of W_up": "weights/global/mlp_up/stable_rank/mean",
@@ -267,20 +152,96 @@ def nanogpt(config: Config) -> Row:
         "rank ratio of the activations": "activations/global/rank_ratio/mean",
         "held-out loss": HELD_OUT,
     }
-    short = lambda values: [float(f"{float(x):.4g}") for x in values]
-    curves = {
-        name: [run.metrics[key][0].tolist(), short(run.metrics[key][1])]
-        for name, key in keys.items()
-    }
     return {
         "run": "nanogpt-5m",
         "seed": config.seed,
         "tokens": steps * config.batch * model.context,
         "paper_tokens": 30_000 * PAPERS["nanogpt-5m"].tokens,
         "parameters": count(settings),
-        "held_out": result.held_out,
-        "curves": curves,
+        "held_out": held_out(run),
+        "curves": {name: curve(run, key, 1) for name, key in keys.items()},
     }
+
+
+def tables(rows: list[Row]) -> str:
+    """What compiled and stepped, and NanoGPT-5M's course."""
+    presets, runs = _split(rows)
+    losses = lambda row: ", ".join(f"{x:.2f}" for x in row["losses"])
+    columns = {
+        "preset": "preset",
+        "parameters": lambda row: f"{row['parameters'] / 1e6:,.1f}M",
+        "paper: layers, context, tokens a step, rate": lambda row: (
+            "{layers}, {context}, {tokens:,}, {rate:g}".format(**row["full"], **row["paper"])
+        ),
+        "memory of the compiled full step, one sequence": lambda row: _gib(row["full_bytes"]),
+        "two steps taken with": lambda row: (
+            "{layers} layers, {batch} × {context} tokens, ".format(**row["reduced"])
+            + f"{row['reduced_parameters'] / 1e6:,.0f}M"
+        ),
+        "loss; uniform is": lambda row: f"{losses(row)}; {row['uniform']:.2f}",
+        "peak memory": lambda row: _gib(row["peak_bytes"]),
+    }
+    parts = [table(presets, columns, {})]
+    for row in runs:
+        settings = row["settings"]
+        share = 100 * row["tokens"] / row["paper_tokens"]
+        parts += [
+            f"NanoGPT-5M on bytes, {settings['layers']} layers, {row['parameters'] / 1e6:.2f}M "
+            f"parameters, seed {row['seed']}: {settings['steps']:,} steps, {row['tokens']:,} "
+            f"tokens, {share:.1g} % of what the paper had seen when AdamW failed:",
+            _course(row["curves"]),
+        ]
+    return "\n\n".join(parts)
+
+
+def headline(rows: list[Row]) -> str:
+    """How many take their steps, and how far NanoGPT-5M came."""
+    presets, runs = _split(rows)
+    went = sum(
+        row["moved"] and all(isfinite(x) for x in row["losses"]) and row["full_bytes"] > 0
+        for row in presets
+    )
+    text = f"{went} of {len(presets)} presets compile in full and take two reduced steps"
+    if not runs:
+        return f"partly: {text}; NanoGPT-5M was not run"
+    row = runs[-1]
+    rank = [row["curves"][f"stable rank of W_{x}"][1] for x in ("k", "up")]
+    loss = row["curves"]["held-out loss"][1]
+    failed = not isfinite(row["held_out"]) or row["held_out"] > min(loss) + 0.5
+    verdict = "partly" if failed or went < len(presets) else "not at this size"
+    return (
+        f"{verdict}: {text}; NanoGPT-5M {'fails' if failed else 'does not fail'} within "
+        f"{100 * row['tokens'] / row['paper_tokens']:.1g} % of the paper's tokens: held-out loss "
+        f"{loss[0]:.2f} → {row['held_out']:.2f}, stable rank of W_k {rank[0][0]:.1f} → "
+        f"{rank[0][-1]:.1f}, of W_up {rank[1][0]:.1f} → {rank[1][-1]:.1f}"
+    )
+
+
+def figure(rows: list[Row]) -> go.Figure:
+    """NanoGPT-5M's curves, a panel each; empty where it was not run."""
+    _, runs = _split(rows)
+    return curves([row | {"arm": row["run"]} for row in runs], runs[0]["curves"] if runs else ())
+
+
+def _split(rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    return [r for r in rows if "preset" in r], [r for r in rows if "run" in r]
+
+
+def _course(curves: dict[str, list[list[float]]]) -> str:
+    """Each curve at the first two and eight more of the steps of the held-out loss, about."""
+    steps = curves["held-out loss"][0]
+    shown = sorted({*steps[:2], *steps[:: max(1, -(-len(steps) // 8))]})
+
+    def at(name: str, step: float) -> str:
+        there = dict(zip(*curves[name], strict=True))
+        return f"{there[step]:.3g}" if step in there else ""
+
+    columns = {f"{step:g}": lambda of, step=step: at(of[0], step) for step in shown}
+    return table(curves, {"step": str}, columns)
+
+
+def _gib(size: float) -> str:
+    return f"{size / 2**30:.1f} GiB"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
-"""What the questions are made of: their arms, how runs are judged, tables from rows.
+"""What the questions are made of: their arms, their runs, how these are judged, tables from rows.
 
-One question's own parts bear its name; `rows`, `markdown`, `listed`, `timing` and `verdicts` serve
-all.
+For all of them: `arms`, `recorded`, `judging`, `states`, `tables`, `figures`, `ending`, `listed`.
+For two questions: `attention`, `moe`. For one: `router_growth`, `rescue`, `jacobians`, `grading`,
+`continuing` and `text_mixes`, `scale`. For the benchmarks: `timing`.
 """

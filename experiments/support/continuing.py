@@ -14,8 +14,7 @@ from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.data import batches, load_corpus
 from experiments.loop.faults import scales
 from experiments.loop.losses import make_evaluation
-from experiments.loop.placement import ALONE
-from experiments.loop.step import make_step
+from experiments.support.states import compiled
 from experiments.train import Config as TrainConfig
 from stabmon.output.ranking import rank_checkpoints
 from stabmon.runs.run import Run
@@ -60,14 +59,7 @@ def continue_all(
 def continued(settings: TrainConfig, saved_at: Sequence[int], steps: int) -> list[float]:
     """Held-out loss `steps` healthy steps after each checkpoint of a recorded run."""
     corpus = load_corpus(settings.data)
-    init, step_fn, _ = make_step(
-        settings.model,
-        settings.optimizer,
-        settings.monitor,
-        settings.fault,
-        ALONE,
-        settings.disturbances is not None,
-    )
+    init, step_fn = compiled(settings)
     context = settings.model.context
     data = batches(corpus, seed=settings.seed, batch=settings.batch, context=context)
     held_out = make_evaluation(settings.model, corpus, settings.batch)

@@ -8,7 +8,7 @@ import plotly.graph_objects as go
 from rich.console import Console
 
 from experiments.support.figures import write_page
-from experiments.support.rows import Row
+from experiments.support.recorded import Row
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from experiments.support.rows import Row
+from experiments.support.recorded import Row
 from stabmon.runs.run import Run
 
 # Okabe and Ito's, which the colour-blind tell apart, grey first: for what is healthy.

@@ -1,6 +1,7 @@
 """Jacobians of a model's blocks: alignment a, least norm M and growth a·M, of given parameters.
 
-Here: the blocks as functions of the residual stream, and their statistics on some tokens. Not here:
+Here: the blocks as functions of the residual stream, and their statistics on some tokens, also at
+a run's checkpoints. Not here:
 the products themselves (`stabmon.metrics.jacobian`), nor when they are taken.
 """
 
@@ -12,6 +13,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from experiments.loop.checkpoints import Checkpoints
+from experiments.support.recorded import Row
+from experiments.support.states import compiled, held_out_inputs
+from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from models.gpt import GPT
 from stabmon.metrics.jacobian import JacobianStats, jacobian_alignment
@@ -51,3 +56,16 @@ def least(stats: JacobianStats) -> dict[str, float]:
         "aM": float(stats.growth),
         "converged": bool(stats.converged),
     }
+
+
+def jacobians(settings: TrainConfig) -> list[Row]:
+    """a, M and a·M at the kept checkpoints before the last step, on one held-out sequence."""
+    tokens = held_out_inputs(settings.data, settings.model.context, 1)
+    like = compiled(settings)[0](settings.seed)
+    saved, found = Checkpoints(settings.runs / settings.name / "checkpoints"), []
+    for step in saved.steps():
+        if step < settings.steps:
+            params = saved.restore(like, step).params
+            found.append({"step": step} | least(block_jacobians(settings.model, params, tokens)))
+    saved.close()
+    return found

@@ -16,7 +16,6 @@ class Experiment:
         minutes: Of one core, about.
         runs: Arguments of each of its command lines, one after the other.
         module: That is run; empty: `experiments.<name>`.
-        tables: Module with `tables`, `headline` and `figure`; empty: the one that is run.
     """
 
     name: str
@@ -24,17 +23,11 @@ class Experiment:
     minutes: float
     runs: tuple[tuple[str, ...], ...] = ((),)
     module: str = ""
-    tables: str = ""
 
     @property
     def program(self) -> str:
         """The module that is run."""
         return self.module or f"experiments.{self.name}"
-
-    @property
-    def writer(self) -> str:
-        """The module that has `tables`, `headline` and `figure`."""
-        return self.tables or self.program
 
     @property
     def command(self) -> str:
@@ -59,7 +52,6 @@ EXPERIMENTS = (
         "attention_doses",
         "Is a low-precision attention fault called before the loss; at which dose, in which model?",
         22,
-        tables="experiments.support.attention_tables",
     ),
     Experiment(
         "flash_rounding", "Why does a bfloat16 flash attention drift, and what stops it?", 0.5
@@ -68,33 +60,28 @@ EXPERIMENTS = (
         "router_fault",
         "How does a router of experts show a wrong learning rate, batch or balance loss?",
         12,
-        tables="experiments.support.router_tables",
     ),
     Experiment("combined_fault", "Are two faults at once told apart?", 6),
     Experiment(
         "msign_rescue",
         "Does MSign hold a run that AdamW loses?",
         110,
-        tables="experiments.support.rescue_tables",
     ),
     Experiment(
         "grades",
         "Does the rank of activations grade a run, and choose its checkpoint?",
         12,
-        tables="experiments.support.grades_tables",
     ),
     Experiment(
         "campaign",
         "Do the alarms name what is broken, keep quiet where nothing is, and save a run?",
         30,
         (("table",), ("rescue",)),
-        tables="experiments.support.campaign_tables",
     ),
     Experiment(
         "scale_presets",
         "Do the papers' own configurations compile and train?",
         70,
-        tables="experiments.support.scale_tables",
     ),
     Experiment("scale_study", "What do monitors and MSign cost on a pod?", 5),
 )

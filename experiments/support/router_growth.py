@@ -22,8 +22,9 @@ from jaxtyping import Float
 
 from experiments.loop.data import Corpus, batches
 from experiments.loop.faults import Disturbance, Scales, disturbed
-from experiments.loop.placement import ALONE
-from experiments.loop.step import make_step
+from experiments.support.recorded import Row
+from experiments.support.states import compiled, held_out_inputs
+from experiments.support.tables import grouped
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from models.gpt import apply
@@ -69,12 +70,9 @@ def measure(
     """
     if replicas < 2:
         raise ValueError(f"noise is what differs between replicas: at least 2, got {replicas}")
-    _, step_fn, _ = make_step(
-        settings.model, settings.optimizer, settings.monitor, settings.fault, ALONE, True
-    )
+    step_fn = compiled(settings)[1]
     context, batch = settings.model.context, settings.batch
-    fixed = batches(corpus, seed=0, batch=PROBE, context=context, split="held_out")
-    inputs = jnp.asarray(np.asarray(fixed[0])[:, :-1])
+    inputs = held_out_inputs(settings.data, context, PROBE)
     logits = _logits(settings.model)
     before = np.asarray(logits(state.params, inputs))
     factors = Scales(*(np.float32(x) for x in (branch.rate, branch.auxiliary, 1.0)))
@@ -133,6 +131,24 @@ def slope(x: Sequence[float], y: Sequence[float]) -> float:
         return float("nan")
     along, up = np.log(np.asarray(points)).T
     return float(np.polyfit(along, up, 1)[0])
+
+
+def exponents(rows: Sequence[Row], mark: str) -> dict[str, dict[str, list[float]]]:
+    """{"rate" and "batch": {"drift" and "noise": exponents by seed}}, of the margins at a mark.
+
+    In the learning rate, and in one over the batch.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for axis, other in (("rate", "batch"), ("batch", "rate")):
+        on_axis = [row for row in rows if row[other] == 1 and row["auxiliary"] == 1]
+        seeds = [of for of in grouped(on_axis, "seed").values() if len(of) > 1]
+        found[axis] = {
+            name: [
+                slope([x[axis] for x in of], [x["after"][mark][name] for x in of]) for of in seeds
+            ]
+            for name in ("drift", "noise")
+        }
+    return found
 
 
 @lru_cache(maxsize=2)

@@ -1,14 +1,16 @@
-"""Which runs `msign_rescue.py` compares: the configurations, and the arms of each.
+"""Which runs `msign_rescue.py` compares: configurations, the arms of each, and when one is rescued.
 
-Here: data only. Not here: how an arm is run and what is measured of it (`msign_rescue.py`), nor
-what the rows say (`rescue_tables.py`).
+Not here: how an arm is run, what is measured of it, and tables of that.
 """
 
+import re
 from dataclasses import dataclass, field, replace
+from statistics import mean
 from typing import Any
 
 from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import MsignConfig, OptimizerConfig
+from experiments.support.recorded import Row
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 
@@ -145,3 +147,79 @@ CONFIGURATIONS = {
         " 3e-3 is the clean rate, no clip",
     ),
 }
+MLP = "MLP P=50"
+HOLDS, LOST = 5.0, 20.0  # per cent above the clean run of the seed: at most, at least
+
+
+def over(
+    rows: list[Row], configuration: str, arm: str | None = None, name: str = "loss"
+) -> list[float]:
+    """Per cent by which an arm (None: the judged one) is above clean, seed by seed."""
+    arm = CONFIGURATIONS[configuration].judged if arm is None else arm
+    chosen = _of(rows, configuration)
+    clean = {row["seed"]: row[name] for row in chosen if row["arm"] == CLEAN}
+    of = [row for row in chosen if row["arm"] == arm and row["seed"] in clean]
+    return [100 * (row[name] / clean[row["seed"]] - 1) for row in of]
+
+
+def holds(rows: list[Row], configuration: str) -> bool:
+    """Whether the judged arm ends near clean and AdamW far above it, in each of all seeds."""
+    near = over(rows, configuration)
+    return _near(near, configuration) and beyond(rows, configuration, ADAMW, LOST)
+
+
+def bracket(rows: list[Row], configuration: str) -> str:
+    """Between which periods the restoration of the attention stops holding; "" if unknown.
+
+    Behind the longest that holds, even where a shorter one misses.
+    """
+    whole = len(CONFIGURATIONS[configuration].seeds)
+    found = [
+        (period, over(rows, configuration, arm)) for period, arm in by_period(rows, configuration)
+    ]
+    held = {p: _near(ratios, configuration) for p, ratios in found if len(ratios) >= whole}
+    last = max((p for p in held if held[p]), default=0)
+    beyond = [p for p in held if p > last]
+    if not beyond:
+        return ""
+    return f"at {last}–{beyond[0]}" if last else f"below {beyond[0]}"
+
+
+def by_period(rows: list[Row], configuration: str) -> list[tuple[int, str]]:
+    """(P, arm) of the arms that restore the attention, by P."""
+    arms = {row["arm"] for row in _of(rows, configuration)}
+    matches = [re.fullmatch(r"attention P=(\d+)", arm) for arm in arms]
+    return sorted((int(match[1]), match[0]) for match in matches if match)
+
+
+def counts(row: Row) -> bool:
+    """Whether a row's seed is one of the verdict."""
+    return row["seed"] in CONFIGURATIONS[row["configuration"]].seeds
+
+
+def _near(ratios: list[float], configuration: str) -> bool:
+    whole = len(ratios) >= len(CONFIGURATIONS[configuration].seeds)
+    return whole and all(x <= HOLDS for x in ratios)
+
+
+def beyond(rows: list[Row], configuration: str, arm: str, bound: float) -> bool:
+    """Whether an arm ends at least that far above clean in each of all seeds, NaN included."""
+    ratios = over(rows, configuration, arm)
+    whole = len(ratios) >= len(CONFIGURATIONS[configuration].seeds)
+    return whole and not any(x < bound for x in ratios)
+
+
+def _of(rows: list[Row], configuration: str) -> list[Row]:
+    return [row for row in rows if row["configuration"] == configuration]
+
+
+def late_jacobian(rows: list[Row], name: str) -> float:
+    """The mean over seeds at the last checkpoint before the end; NaN without one."""
+    last = [row["jacobian"][-1][name] for row in rows if row["jacobian"]]
+    return mean(map(float, last)) if last else float("nan")
+
+
+def range_of(values: list[float]) -> str:
+    """Least and largest, once where they are alike."""
+    ends = dict.fromkeys(f"{x:.1f}" for x in (min(values), max(values))) if values else {}
+    return "…".join(ends) if ends else "not run"
