@@ -256,7 +256,7 @@ def _monitors_table(faulty: list[Row]) -> str:
 def _sensitivity_table(faulty: list[Row], clean: list[Row]) -> str:
     lines = []
     for name in clean[0]["spectra"]:
-        line = dict(zip(("lag", "α", "aggregate"), name.split(", "), strict=True))
+        line: Row = dict(zip(("lag", "α", "aggregate"), name.split(", "), strict=True))
         for arm in (MAIN, MILD):
             found = [row["spectra"][name] for row in faulty if row["arm"] == arm]
             line[f"{arm}: first alarm"] = median_range([x[0] for x in found])

@@ -122,7 +122,7 @@ def claims(rows: list[Row]) -> list[Claim]:
         ),
         "A large initialisation has the lower grade in the end": paired(large, clean, less),
         "QK-norm lowers the loss of a large initialisation by 5 %": paired(healed, large, lower),
-        "Prose over and over has the lower rank ratio": paired(*mixes, text),
+        "Prose over and over has the lower rank ratio": paired(mixes[0], mixes[1], text),
         "A fault lowers the back of the context more than the front": backs,
         WINS: [x for row in rankings for x in wins_of(row)],
         "Health ranks better than loss, where they differ": [

@@ -196,7 +196,7 @@ def judged_row(moe: MoEConfig, arm: str, seed: int) -> Row:
 def reference(moe: MoEConfig) -> Reference:
     """The bands, learned from the clean runs of other seeds."""
     runs = [recorded(train_config(moe, CLEAN, seed)) for seed in moe.reference_seeds]
-    keys = {moe.key(key): how for key, how in MONITORS.values()}
+    keys: dict[str, Judged] = {moe.key(key): how for key, how in MONITORS.values()}
     return learn(runs, keys, (moe.optimizer.warmup, moe.onset - 1))
 
 

@@ -6,22 +6,19 @@ import jax
 import numpy as np
 import pytest
 
-from experiments import attention_doses
 from experiments.attention_doses import (
-    ARMS,
-    LAGS,
-    MODELS,
     Config,
-    clean_arm,
+    figure,
+    headline,
     main,
     settings_of,
+    tables,
     train_config,
 )
-from experiments.attention_fault import MONITORS
 from experiments.loop.step import make_step
-from experiments.support.attention_judge import Judge
-from experiments.support.attention_tables import figure, headline, tables
-from experiments.support.rows import key
+from experiments.support import recorded
+from experiments.support.attention import ARMS, MODELS, MONITORS, SPECTRA, clean_arm
+from experiments.support.recorded import key
 from experiments.train import HELD_OUT, Result
 from models.config import GPTConfig
 from stabmon.runs.runlog import RunLog
@@ -35,8 +32,7 @@ TOY = Config(
     model=GPTConfig(layers=1, model=8, heads=2, context=8, backend="flash"),
     window=(60, 110),
 )
-HOW = Judge(TOY.window, TOY.onset, 100, LAGS)
-KEYS = {key for key, _ in MONITORS.values()} | set(HOW.spectra.values())
+KEYS = {key for key, _ in MONITORS.values()} | set(SPECTRA.values())
 FALLS = "delta200/global/delta2/modes/p10"
 
 
@@ -59,7 +55,7 @@ def made_up(settings):
 def toy(tmp_path_factory):
     config = dataclasses.replace(TOY, runs=tmp_path_factory.mktemp("doses"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention_doses, "train", made_up)
+        patch.setattr(recorded, "train", made_up)
         yield config, main(config)
 
 
@@ -105,7 +101,7 @@ def test_every_arm_is_judged_and_a_second_time_nothing_is_measured(toy, monkeypa
         ("7/0", 0),
     ]
     before = result.file.read_bytes()
-    monkeypatch.setattr(attention_doses, "train", None)
+    monkeypatch.setattr(recorded, "train", None)
     assert main(config).rows == result.rows
     assert result.file.read_bytes() == before
 

@@ -6,7 +6,6 @@ import pytest
 
 from experiments.attention_fault import (
     DRAWN,
-    KEYS,
     Config,
     figure,
     headline,
@@ -14,6 +13,7 @@ from experiments.attention_fault import (
     main,
     tables,
 )
+from experiments.support.attention import KEYS
 from models.config import GPTConfig
 from stabmon.runs.jsonl import read_jsonl
 
@@ -36,12 +36,14 @@ def toy(tmp_path_factory):
     return config
 
 
+@pytest.mark.slow
 def test_the_reference_covers_every_monitor(toy):
     reference = learn_reference(toy)
     assert set(reference.bands) == set(KEYS.values())
     assert toy.reference.exists()
 
 
+@pytest.mark.slow
 def test_demo_judges_a_faulty_and_a_clean_run_and_writes_a_report(toy, capsys):
     (result,) = main(dataclasses.replace(toy, command="demo"))
     printed = capsys.readouterr().out
@@ -56,6 +58,7 @@ def test_demo_judges_a_faulty_and_a_clean_run_and_writes_a_report(toy, capsys):
     assert {row["key"]: row["step"] for row in alarms} == fired
 
 
+@pytest.mark.slow
 def test_before_the_onset_both_runs_are_the_same(toy):
     (result,) = main(dataclasses.replace(toy, command="demo"))
     steps, faulty = result.faulty.metrics["symptoms/global/loss/value"]
@@ -64,11 +67,13 @@ def test_before_the_onset_both_runs_are_the_same(toy):
     assert (faulty[steps > 110] != clean[steps > 110]).any()
 
 
+@pytest.mark.slow
 def test_a_seed_of_the_reference_is_refused(toy):
     with pytest.raises(ValueError, match="seed 10 is in the reference: it would judge itself"):
         main(dataclasses.replace(toy, command="demo", seeds=(10,)))
 
 
+@pytest.mark.slow
 def test_a_row_is_written_once_and_makes_the_table(toy):
     for command in ("demo", "seeds"):
         main(dataclasses.replace(toy, command=command))

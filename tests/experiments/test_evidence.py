@@ -95,7 +95,7 @@ def test_committed_rows_have_tables_and_a_headline_and_are_small(experiment):
     assert file.stat().st_size < 400_000
     image = ROOT / "experiments" / "figures" / f"{experiment.name}.svg"
     assert 1_000 < image.stat().st_size < 300_000
-    assert import_module(experiment.writer).figure(read_jsonl(file)).data
+    assert import_module(experiment.program).figure(read_jsonl(file)).data
 
 
 def test_no_rows_lie_there_that_belong_to_no_experiment():
@@ -132,15 +132,6 @@ def test_run_again_keeps_one_row_of_each_settings(project):
     assert len(read_jsonl(project / "runs" / "quick.jsonl")) == 2
     rows = read_jsonl(project / "experiments" / "results" / "quick.jsonl")
     assert rows == [{"n": 3, "settings": {"seed": 0}}]
-
-
-def test_rows_that_are_no_longer_asked_for_are_left_out(project, monkeypatch):
-    import_module("quick_question")
-    kept = lambda rows: [row for row in rows if row["n"] > 3]
-    monkeypatch.setattr("quick_question.current", kept, raising=False)
-    main(config_of(project), listed(project, "quick"))
-    assert (project / "experiments" / "results" / "quick.jsonl").read_text() == ""
-    assert f"| quick? | {NOT_RUN} |" in (project / "README.md").read_text()
 
 
 def test_the_readme_gets_a_line_with_a_link_for_each_experiment(project):

@@ -3,8 +3,17 @@
 import numpy as np
 import pytest
 
-from experiments.flash_rounding import REMEDIES, Config, main, products
-from experiments.support.flash_tables import correlation, figure, headline, parts, tables
+from experiments.flash_rounding import (
+    REMEDIES,
+    Config,
+    correlation,
+    figure,
+    headline,
+    main,
+    parts,
+    products,
+    tables,
+)
 from stabmon.runs.jsonl import read_jsonl
 
 

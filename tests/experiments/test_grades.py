@@ -5,15 +5,17 @@ import dataclasses
 import numpy as np
 import pytest
 
-import experiments.support.moe_faults as moe_faults
-from experiments.grades import ARMS, Config, main, settings_of, story
+from experiments.grades import Config, headline, main, tables, train_config
 from experiments.loop.acting import AlarmConfig
 from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.data import load_corpus
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
+from experiments.support import recorded
 from experiments.support.continuing import continued, disputed, orders, rank_correlation
-from experiments.support.grades_tables import claims, correlations, headline, tables, wins_of
+from experiments.support.grading import ARMS, acts, claims, correlations, story, wins_of
+from experiments.support.moe import train_config as toy_run
+from experiments.support.states import grades_of_texts
 from experiments.support.text_mixes import MIXES, write_mixes
 from models.config import GPTConfig
 from stabmon.runs.jsonl import read_jsonl
@@ -42,9 +44,10 @@ def toy(tmp_path_factory):
     return config, main(config)
 
 
+@pytest.mark.slow
 def test_rows_of_all_parts_are_written_once(toy, monkeypatch):
     config, result = toy
-    monkeypatch.setattr(moe_faults, "train", lambda _: pytest.fail("was run again"))
+    monkeypatch.setattr(recorded, "train", lambda _: pytest.fail("was run again"))
     again = main(config)
     assert read_jsonl(result.file) == again.rows
     assert [row["kind"] for row in again.rows] == ["story"] * 2 + ["ranking"] + ["mixes"] * 4
@@ -59,6 +62,7 @@ def test_rows_of_all_parts_are_written_once(toy, monkeypatch):
     assert result.figure.exists()
 
 
+@pytest.mark.slow
 def test_judging_anew_adds_rows_and_continues_nothing_again(toy, monkeypatch):
     config, result = toy
     before = len(read_jsonl(result.file))
@@ -70,9 +74,10 @@ def test_judging_anew_adds_rows_and_continues_nothing_again(toy, monkeypatch):
     assert again.rows == result.rows
 
 
+@pytest.mark.slow
 def test_no_step_more_is_the_checkpoint_itself(toy):
     config, _ = toy
-    settings = settings_of(config, "learning rate ×40", 5)
+    settings = train_config(config, "story", "learning rate ×40", 5, {})
     saved = Checkpoints(settings.runs / settings.name / "checkpoints", keep=None)
     assert saved.steps() == [20, 40, 60]
     (same,) = continued(settings, [60], 0)
@@ -83,27 +88,34 @@ def test_no_step_more_is_the_checkpoint_itself(toy):
     saved.close()
 
 
-def test_continuing_is_what_the_run_itself_would_have_been(toy):
-    config, _ = toy
-    settings = settings_of(config, "clean", 5)
-    longer = dataclasses.replace(
-        settings, name="longer", steps=60, checkpoint_every=20, runs=config.runs
-    )
-    run = moe_faults.run_one(longer)
+def test_continuing_is_what_the_run_itself_would_have_been(moe):
+    longer = dataclasses.replace(toy_run(moe, "clean", 5), name="longer", checkpoint_every=20)
+    run = recorded.recorded(longer)
     (after,) = continued(longer, [20], 40)
     assert after == pytest.approx(run.events[-1]["held_out"], rel=1e-5)
 
 
+def test_the_rank_of_a_trained_model_is_that_of_its_worst_layer(moe, tmp_path):
+    settings = toy_run(moe, "clean", 5)
+    recorded.recorded(settings)
+    text = tmp_path / "text.txt"
+    text.write_text("a text of some length, over and over. " * 4000)
+    (found,) = grades_of_texts(settings, {"text": text}).values()
+    assert found["layer"] == 0
+    assert len(found["segments"]) == 4
+    assert 0 < found["ratio"] <= 1
+
+
 def test_arms_are_one_program_but_for_what_they_say(tmp_path):
     config = dataclasses.replace(TOY, runs=tmp_path)
-    clean = settings_of(config, "clean", 5)
+    clean = train_config(config, "story", "clean", 5, {})
     for name, arm in ARMS.items():
-        one = settings_of(config, name, 5)
+        one = train_config(config, "story", name, 5, {})
         assert one.optimizer == clean.optimizer
-        assert (one.model == clean.model) == (arm.std is None and not arm.qk_norm)
-        assert one.act == arm.act
-    assert settings_of(config, "learning rate ×40, ladder", 5).checkpoint_every == 5
-    assert len({settings_of(config, name, 5).name for name in ARMS}) == len(ARMS)
+        assert (one.model == clean.model) == (not arm.model)
+        assert one.act == acts(name)
+    assert train_config(config, "story", "learning rate ×40, ladder", 5, {}).checkpoint_every == 5
+    assert len({train_config(config, "story", name, 5, {}).name for name in ARMS}) == len(ARMS)
 
 
 def test_the_story_counts_from_the_onset(tmp_path):
@@ -119,12 +131,12 @@ def test_the_story_counts_from_the_onset(tmp_path):
     dry = acted | {"action": "stop", "dry": True}
     events = (alarm(30, key), alarm(45, "other"), alarm(50, key), acted, dry)
     run = Run("r", tmp_path, {}, flat | {key: (steps, ratios)}, events, ())
-    row = story(TOY, "learning rate ×40, ladder", run, 2.0)
+    row = story(run, "learning rate ×40, ladder", 40, 5)
     assert (row["before"], row["lowest"], row["late"]) == pytest.approx((0.65, 0.25, 0.25 + 0.1))
     assert (row["grade_alarm"], row["first_alarm"], row["loss_alarm"]) == (10, 5, None)
     assert row["first_key"] == "other"
     assert row["actions"] == ["roll back 50"]
-    assert story(TOY, "learning rate ×40", run, 2.0)["actions"] == []
+    assert story(run, "learning rate ×40", 40, 5)["actions"] == []
 
 
 CHECKPOINTS = [
@@ -157,12 +169,13 @@ def test_a_claim_counts_its_runs():
     row["texts"] = {"code": {"segments": [0.5, 0.4]}}
     fell = row | {"seed": 1, "before": 0.65, "lowest": 0.25, "grade_alarm": 20}
     stayed = row | {"seed": 2, "before": 0.65, "lowest": 0.62, "grade_alarm": None}
-    found = {words: (word, count) for words, word, count in claims([fell, stayed])}
+    found = {x.words: (x.verdict, x.count) for x in claims([fell, stayed])}
     assert found["The grade falls by two or more"] == ("partly", "1 of 2")
     assert found["Its alarm comes before the loss's"] == ("partly", "1 of 2")
     clean = fell | {"arm": "clean", "texts": {"code": {"segments": [0.5, 0.5]}}}
     back = "A fault lowers the back of the context more than the front"
-    assert (back, "reproduces", "1 of 1") in claims([fell, stayed, clean])
+    (found,) = [x for x in claims([fell, stayed, clean]) if x.words == back]
+    assert (found.verdict, found.count) == ("reproduces", "1 of 1")
 
 
 def test_texts_are_of_their_kinds(tmp_path):

@@ -13,9 +13,11 @@ import stabmon
 from experiments.loop.optimizer import OptimizerConfig, make_optimizer
 from experiments.loop.session import identity
 from experiments.loop.step import MonitorConfig, make_step
-from experiments.msign_rescue import Config, main, plan, settings_of, settings_row
+from experiments.msign_rescue import Config, main, plan, settings_of
+from experiments.support import recorded
 from experiments.support.jacobians import block_jacobians, least
-from experiments.support.rescue_arms import ARMS, CONFIGURATIONS
+from experiments.support.recorded import settings_row
+from experiments.support.rescue import ARMS, CONFIGURATIONS
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from models.gpt import apply, init_params
@@ -24,6 +26,7 @@ MODEL = GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash")
 TOY = Config(configurations=("fault",), arms=("clean", "adamw"), seeds=(0,), steps=2, model=MODEL)
 
 
+@pytest.mark.slow
 def test_rows_are_written_once_and_read_again(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(rescue, "CHECKPOINT_EVERY", 1)
     monkeypatch.setattr(rescue, "EVERY", 1)
@@ -33,7 +36,7 @@ def test_rows_are_written_once_and_read_again(tmp_path, monkeypatch, capsys):
     assert [at["step"] for at in first.rows[0]["jacobian"]] == [1]
     assert "| adamw |" in capsys.readouterr().out
     assert first.figure.stat().st_size > 1_000_000
-    monkeypatch.setattr(rescue, "train", None)
+    monkeypatch.setattr(recorded, "train", None)
     again = main(config)
     assert [row["loss"] for row in again.rows] == [row["loss"] for row in first.rows]
     assert len(first.file.read_text().splitlines()) == 2
@@ -67,6 +70,7 @@ def test_a_run_that_does_without_later_options_is_what_it_was():
     assert not {"rates", "base", "qk_clip"} & set(identity(TrainConfig())["optimizer"])
 
 
+@pytest.mark.slow
 def test_qk_clip_holds_the_largest_logit_of_the_batch():
     model = dataclasses.replace(MODEL, std=2.0)
     quiet = MonitorConfig(delta=0, activations=0, weights=0, symptoms=0)
@@ -83,6 +87,7 @@ def test_qk_clip_holds_the_largest_logit_of_the_batch():
     assert abs(largest(3.0) - 3) < 1e-3
 
 
+@pytest.mark.slow
 def test_jacobians_are_those_of_the_blocks_the_model_runs():
     model = dataclasses.replace(MODEL, layers=2, context=4, embedding_std=1.0)
     params = init_params(model, 0)
@@ -106,7 +111,7 @@ def test_jacobians_are_those_of_the_blocks_the_model_runs():
     assert abs(found["aM"] - found["a"] * found["M"]) < 1e-4
 
 
-@pytest.mark.parametrize("base", ["adamw", "muon"])
+@pytest.mark.parametrize("base", ["adamw", pytest.param("muon", marks=pytest.mark.slow)])
 def test_rates_scale_the_updates_of_their_group_and_nothing_else(base):
     params = init_params(MODEL, 0)
     layout = stabmon.find_layout(params)

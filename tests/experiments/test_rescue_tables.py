@@ -4,15 +4,8 @@ import math
 
 import pytest
 
-from experiments.support.rescue_tables import (
-    DRAWN,
-    bracket,
-    figure,
-    headline,
-    holds,
-    over,
-    tables,
-)
+from experiments.msign_rescue import DRAWN, figure, headline, tables
+from experiments.support.rescue import bracket, holds, over
 
 RESCUED = {
     "clean": (2.0, 2.0, 4.0),

@@ -5,60 +5,48 @@ import dataclasses
 import numpy as np
 import pytest
 
-import experiments.support.moe_faults as moe_faults
 from experiments import combined_fault
-from experiments.combined_fault import right, signatures
+from experiments.combined_fault import right, signs
 from experiments.loop.data import load_corpus
-from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.step import MonitorConfig
-from experiments.router_fault import Config, main
-from experiments.support.moe_faults import (
-    ARMS,
-    MoEConfig,
-    first_alarms,
-    judged,
-    run_one,
-    settings_of,
-)
-from experiments.support.moe_judging import faults_of
-from experiments.support.router_claims import claims, exponents
-from experiments.support.router_growth import Branch, margins, measure, slope
-from experiments.support.router_tables import headline, tables
-from models.config import GPTConfig
+from experiments.router_fault import Config, claims, headline, main, tables
+from experiments.support import recorded
+from experiments.support.arms import ARMS, faults_of
+from experiments.support.moe import AFTER, LATE, MONITORS, first_alarms, judged_row, train_config
+from experiments.support.router_growth import Branch, exponents, margins, measure, slope
 from stabmon.runs.jsonl import read_jsonl
 from stabmon.runs.run import Run, load_run
 
-MOE = MoEConfig(
-    steps=60,
-    onset=40,
-    batch=8,
-    model=GPTConfig(
-        layers=1, model=16, heads=2, context=16, backend="flash", experts=4, feedforward=16
-    ),
-    optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
-    monitor=MonitorConfig(lags=(5,), router=5, delta=5, activations=5, weights=0, symptoms=5),
-    window=10,
-)
-TOY = Config(
-    arms=("clean", "learning rate ×10"),
-    seeds=(5,),
-    reference_seeds=(6, 7),
-    moe=MOE,
-    branches=(Branch(), Branch(rate=10.0), Branch(batch=4.0)),
-    marks=(1, 2),
-    replicas=2,
-)
-
 
 @pytest.fixture(scope="module")
-def toy(tmp_path_factory):
-    config = dataclasses.replace(TOY, runs=tmp_path_factory.mktemp("router"))
+def toy(moe):
+    config = Config(
+        arms=("clean", "learning rate ×10"),
+        seeds=(5,),
+        moe=moe,
+        branches=(Branch(), Branch(rate=10.0), Branch(batch=4.0)),
+        marks=(1, 2),
+        replicas=2,
+    )
     return config, main(config)
 
 
+def test_a_row_says_what_alarms_bands_and_the_router_made_of_a_run(moe):
+    row = judged_row(moe, "learning rate ×40", 5)
+    assert (row["faults"], row["verdict"]["truth"]) == (["learning rate"], "learning rate")
+    assert row["bands"].keys() == row["directions"].keys() == MONITORS.keys()
+    assert (row["after"].keys(), row["late"].keys()) == (AFTER.keys(), LATE.keys())
+    assert row["verdict"]["first_alarm"] == row["first"][0][0]
+    assert row["bands"]["update ratio"] is not None
+    assert row["directions"]["update ratio"] == "up"
+    assert 0 < row["text"]["entropy"] < np.log(4)
+    assert row["held_out"] > 0
+    assert load_run(moe.runs / "moe-clean-seed6").events[-1]["kind"] == "finished"
+
+
+@pytest.mark.slow
 def test_rows_are_written_once_and_give_tables_and_a_headline(toy, monkeypatch):
     config, result = toy
-    monkeypatch.setattr(moe_faults, "train", lambda _: pytest.fail("was run again"))
+    monkeypatch.setattr(recorded, "train", lambda _: pytest.fail("was run again"))
     again = main(config)
     assert read_jsonl(result.file) == again.rows
     assert [row["kind"] for row in again.rows] == ["run"] * 2 + ["growth"] * 3
@@ -70,6 +58,7 @@ def test_rows_are_written_once_and_give_tables_and_a_headline(toy, monkeypatch):
     assert result.figure.exists()
 
 
+@pytest.mark.slow
 def test_judging_anew_adds_rows_and_the_last_counts(toy):
     config, result = toy
     before = len(read_jsonl(result.file))
@@ -78,48 +67,27 @@ def test_judging_anew_adds_rows_and_the_last_counts(toy):
     assert again.rows[0] == result.rows[0]
 
 
-def test_a_combined_run_shares_the_recorded_runs(toy, monkeypatch):
-    config, _ = toy
-    trained = []
-    monkeypatch.setattr(
-        moe_faults, "train", lambda x, train=moe_faults.train: trained.append(x.name) or train(x)
-    )
+@pytest.mark.slow
+def test_a_combined_run_shares_the_recorded_runs(toy, moe, monkeypatch):
+    trained, train = [], recorded.train
+    monkeypatch.setattr(recorded, "train", lambda x: trained.append(x.name) or train(x))
     arms = ("clean", "attention", "learning rate ×10", "attention, learning rate ×10")
-    combined = combined_fault.Config(
-        arms=arms, seeds=(5,), reference_seeds=(6, 7), moe=MOE, runs=config.runs
-    )
-    result = combined_fault.main(combined)
+    result = combined_fault.main(combined_fault.Config(arms=arms, seeds=(5,), moe=moe))
     assert trained == ["moe-attention-seed5", "moe-attention-learning-rate-x10-seed5"]
     assert [row["arm"] for row in result.rows] == list(arms)
     assert "| attention, learning rate ×10 |" in combined_fault.tables(result.rows)
     assert combined_fault.headline(result.rows).startswith(("reproduces", "partly", "not at"))
 
 
-def test_alarms_are_replayed_as_they_were_raised(tmp_path):
-    settings = settings_of(MOE, "learning rate ×40", 5, tmp_path)
-    watched = dataclasses.replace(
-        settings,
-        name="watched",
-        alarms=dataclasses.replace(settings.alarms, on=True, window=MOE.window),
-    )
-    replayed = judged(run_one(settings), MOE.optimizer.warmup, MOE.window)
-    raised = run_one(watched)
-    plain = lambda run: [
-        {k: v for k, v in x.items() if k != "time"}
-        for x in run.events
-        if x["kind"] in ("alarm", "diagnosis")
-    ]
-    assert plain(replayed) == plain(raised)
-    assert plain(replayed)
-
-
-def test_arms_differ_from_clean_by_their_fault_alone(tmp_path):
-    clean = settings_of(MOE, "clean", 5, tmp_path)
+def test_arms_differ_from_clean_by_their_fault_alone(moe):
+    clean = train_config(moe, "clean", 5)
     for arm in ARMS:
-        one = settings_of(MOE, arm, 5, tmp_path)
-        healed = dataclasses.replace(one, armed=False, disturbances=(), name=clean.name)
+        one = train_config(moe, arm, 5)
+        healed = dataclasses.replace(
+            one, armed=False, disturbances=(), name=clean.name, fault=clean.fault
+        )
         assert healed == clean
-    assert len({settings_of(MOE, arm, 5, tmp_path).name for arm in ARMS}) == len(ARMS)
+    assert len({train_config(moe, arm, 5).name for arm in ARMS}) == len(ARMS)
 
 
 def test_the_margin_of_experts_that_were_first_grows_in_common_or_apart():
@@ -148,7 +116,7 @@ def test_exponents_are_of_one_axis_each():
     }
     rows = [row(1.0, 1.0), row(10.0, 1.0), row(1.0, 4.0)]
     rows.append(row(100.0, 1.0) | {"auxiliary": 0.0, "after": {"10": {"drift": 1.0, "noise": 1.0}}})
-    rate, batch = exponents(rows, "10")
+    rate, batch = exponents(rows, "10").values()
     assert rate["drift"] == pytest.approx([2.0])
     assert batch["noise"] == pytest.approx([0.5])
     assert np.isnan(slope([1.0, 2.0], [0.0, 1.0]))
@@ -166,23 +134,23 @@ def test_a_claim_holds_partly_where_some_runs_do_not_show_it():
     }
     runs = [row("clean", s, 1.0) for s in (1, 2)]
     runs += [row("batch ÷8", 1, 0.9), row("batch ÷8", 2, 1.1)]
-    (found,) = [x for x in claims(runs) if "batch lowers" in x[0]]
-    assert found[1:] == ("partly", "1 of 2: batch ÷8: -0.10, +0.10")
+    (found,) = [x for x in claims(runs) if "batch lowers" in x.words]
+    assert (found.verdict, found.count) == ("partly", "1 of 2: batch ÷8: -0.10, +0.10")
 
 
-def test_a_signature_has_left_its_band_to_its_side_after_the_onset():
+def test_a_sign_has_left_its_band_to_its_side_after_the_onset():
     names = ("Δ2 spectrum", "ΔW_q spectrum", "router entropy", "radial alignment of W_q")
     directions = dict(zip(names, ("up", "down", "down", "down"), strict=True))
     bands = dict(zip(names, (50, 75, -10, 60), strict=True))
     row = {"bands": bands, "directions": directions}
-    assert signatures(row, "spectra and router") == {"attention"}
-    assert signatures(row, "alignment and update size") == set()
+    assert signs(row, "spectra and router") == {"attention"}
+    assert signs(row, "alignment and update size") == set()
     both = {"bands": bands | {"router entropy": 0}, "directions": directions}
-    assert signatures(both, "spectra and router") == {"attention", "learning rate"}
+    assert signs(both, "spectra and router") == {"attention", "learning rate"}
 
 
 def test_two_faults_are_named_right_only_by_their_names():
-    faults = [str(x) for x in faults_of("attention, learning rate ×10")]
+    faults = [str(x) for x in faults_of(ARMS["attention, learning rate ×10"])]
     row = {"faults": faults, "verdict": {"named": "several at once"}}
     assert right(row | {"parts": [["learning rate", "attention numerics"]]})
     assert not right(row | {"parts": [["learning rate", "batch or balance"]]})
@@ -197,18 +165,12 @@ def test_first_alarms_are_those_after_the_onset(tmp_path):
     assert first_alarms(run, 40) == [(10, "a", "z"), (20, "b", "z")]
 
 
-def test_seeds_of_the_reference_do_not_judge_themselves():
+def test_seeds_of_the_reference_do_not_judge_themselves(moe):
     with pytest.raises(ValueError, match=r"seeds \[6\] are in the reference"):
-        main(dataclasses.replace(TOY, seeds=(6,)))
+        main(Config(seeds=(6,), moe=moe))
 
 
-def test_one_replica_has_no_noise(tmp_path):
-    settings, corpus = settings_of(MOE, "clean", 5, tmp_path), load_corpus(limit=1000)
+def test_one_replica_has_no_noise(moe):
+    settings, corpus = train_config(moe, "clean", 5), load_corpus(limit=1000)
     with pytest.raises(ValueError, match="at least 2, got 1"):
         measure(settings, None, Branch(), corpus, (1,), 1)
-
-
-def test_a_recorded_run_is_whole(toy):
-    config, _ = toy
-    run = load_run(config.runs / "moe-clean-seed5")
-    assert run.events[-1]["kind"] == "finished"

@@ -5,17 +5,9 @@ import dataclasses
 import pytest
 
 from experiments import scale_presets
-from experiments.scale_presets import (
-    PAPERS,
-    REDUCED,
-    Config,
-    main,
-    nanogpt,
-    paper_config,
-    pod_config,
-    two_steps,
-)
-from experiments.support.scale_tables import figure, headline, tables
+from experiments.scale_presets import Config, figure, headline, main, nanogpt, pod_config, tables
+from experiments.support import recorded
+from experiments.support.scale import PAPERS, REDUCED, paper_config, two_steps
 from experiments.train import Result
 from models.presets import PRESETS
 from stabmon.runs.jsonl import read_jsonl
@@ -48,6 +40,7 @@ def test_nanogpt_is_trained_by_mup():
     assert paper_config("llama-1b").batch == 32
 
 
+@pytest.mark.slow
 def test_two_steps_of_a_reduced_one_move_it(tiny):
     row = two_steps("nanogpt-5m", 1, 8, seed=0)
     assert row["moved"]
@@ -57,6 +50,7 @@ def test_two_steps_of_a_reduced_one_move_it(tiny):
     assert row["full_bytes"] > 4 * row["parameters"]
 
 
+@pytest.mark.slow
 def test_the_table_holds_what_was_measured_and_nothing_is_measured_twice(tiny, monkeypatch):
     step = two_steps("nanogpt-5m", 1, 8, seed=0)
     monkeypatch.setattr(scale_presets, "_apart", lambda name, seed: step)
@@ -85,7 +79,7 @@ def test_the_table_holds_what_was_measured_and_nothing_is_measured_twice(tiny, m
 
 def test_an_interrupted_run_is_no_row(tiny, monkeypatch):
     stopped = Result(tiny.runs, step=59, loss=1.0, held_out=1.0)
-    monkeypatch.setattr(scale_presets, "train", lambda settings: stopped)
+    monkeypatch.setattr(recorded, "train", lambda settings: stopped)
     with pytest.raises(SystemExit, match="nanogpt-5m-seed0: interrupted"):
         nanogpt(tiny)
 
