@@ -68,7 +68,7 @@ from experiments.support.tables import each, grouped, listed, table, value_of
 from experiments.support.text_mixes import MIXES, write_mixes
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
-from stabmon.output.ranking import grade_of
+from stabmon.alarms.detectors.grades import grade_of
 
 Part = Literal["story", "ranking", "mixes"]
 CURVES = ("rank ratio of the worst layer", "attention entropy", "held-out loss")

@@ -8,7 +8,7 @@ from experiments.loop.acting import AlarmConfig
 from experiments.support.arms import ARMS, CLEAN, truth_of
 from experiments.support.judging import (
     Claim,
-    alarms_of,
+    alarm_events,
     claim,
     claims_table,
     first_step,
@@ -74,8 +74,8 @@ def test_a_clean_run_is_judged_to_its_end(tmp_path):
 
 def test_first_steps_are_counted_from_the_onset(tmp_path):
     run = run_of_events(tmp_path, alarm(30), alarm(60))
-    assert first_step(alarms_of(run, 40), 40) == 20
-    assert first_step(alarms_of(run, 61)) is None
+    assert first_step(alarm_events(run, 40), 40) == 20
+    assert first_step(alarm_events(run, 61)) is None
 
 
 @pytest.mark.parametrize(
