@@ -1,4 +1,4 @@
-"""`stabmon watch | report | compare | replay | rank | scan`: the command line.
+"""`stabmon watch | report | compare | replay | rank | import | scan`: the command line.
 
 What lives here: the commands' arguments, exit codes, and how results are printed. What does not:
 the work, which is a function in a room of its own for each command.
@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 MISSING = 'the stabmon command needs more packages: pip install "stabmon[cli]"'
@@ -21,7 +21,7 @@ class Watch:
     """A live board of a run: rank ratio, grade, attention entropy, loss and gradient norm.
 
     Attributes:
-        run: Folder of the run, such as runs/NAME; it may still be written.
+        run: Folder of the run, such as runs/NAME, or another trainer's log, also unfinished.
         once: Print one frame and exit.
         every: Seconds between frames.
     """
@@ -43,19 +43,24 @@ class Report:
     """Write a self-contained HTML report on one or more runs.
 
     Attributes:
-        runs: Folders of runs, a clean one first.
-        out: The file, or a folder for report.html; by default the folder of the last run.
+        runs: Folders of runs, or other trainers' logs, a clean one first.
+        out: The file, or a folder for report.html; by default beside the last run's samples.
+        attempt: 1 is a run as it was before its first rewind, and so on; by default the newest.
     """
 
     runs: tuple[Path, ...]
     out: Path | None = None
+    attempt: int | None = None
 
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.output.report import write_report
+        from stabmon.runs.foreign.load import load
 
         _some(self.runs, "runs")
-        print(write_report(self.runs, self.out or self.runs[-1] / "report.html"))
+        last = self.runs[-1]
+        out = self.out or (last.with_suffix(".html") if last.is_file() else last / "report.html")
+        print(write_report([load(x, attempt=self.attempt) for x in self.runs], out))
         return _HEALTHY
 
 
@@ -64,7 +69,7 @@ class Compare:
     """Replay runs against clean ones: which monitor spoke when, and how long before the loss.
 
     Attributes:
-        runs: Folders of the runs to be judged.
+        runs: Folders of the runs to be judged, or other trainers' logs.
         reference: Two or more clean runs of other seeds, or one reference file (.json).
         window: Healthy steps, for metrics judged by the run's own level; by default from a
             twentieth to three twentieths of the clean runs.
@@ -85,38 +90,20 @@ class Compare:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.alarms.reference import Reference
-        from stabmon.output.comparison import compare, learn_reference
-        from stabmon.output.terminal import show_json, table
-        from stabmon.runs.run import load_run
+        from stabmon.output.comparison import compare, learn_reference, show_comparison
+        from stabmon.runs.foreign.load import load
 
         _some(self.runs, "runs")
         _some(self.reference, "--reference: clean runs or a .json file")
-        if len(self.reference) == 1 and self.reference[0].is_file():
+        if len(self.reference) == 1 and self.reference[0].suffix == ".json":
             reference = Reference.load(self.reference[0])
         else:
-            reference = learn_reference([load_run(x) for x in self.reference], self.window)
+            reference = learn_reference([load(x) for x in self.reference], self.window)
         if self.save:
             reference.save(self.save)
-        runs = [load_run(folder) for folder in self.runs]
+        runs = [load(path) for path in self.runs]
         found = compare(runs, reference, threshold=self.threshold, dwell=self.dwell)
-        console = _console()
-        if self.json:
-            rows = [
-                {"run": x.run.name, "onset": x.onset, "table": [asdict(lead) for lead in x.table]}
-                for x in found
-            ]
-            show_json(console, rows)
-            return _HEALTHY
-        columns = ("monitor", "first alarm", "after onset", "lead over loss")
-        for x in found:
-            rows = []
-            for lead in x.table:
-                bound = "≥ " if lead.lead_is_bound else ""
-                ahead = f"{bound}{lead.lead:,}" if lead.lead else None
-                first = "never" if lead.first is None else lead.first
-                rows.append((lead.monitor, first, lead.after, ahead))
-            onset = "no fault" if x.onset is None else f"fault from step {x.onset:,}"
-            console.print(table(f"First alarms of {x.run.name}, {onset}", rows, columns))
+        show_comparison(_console(), found, self.json)
         return _HEALTHY
 
 
@@ -125,15 +112,17 @@ class Replay:
     """Which alarms the standard rules would have raised on runs that are over, and what for.
 
     Attributes:
-        runs: Folders of runs.
+        runs: Folders of runs, or other trainers' logs.
         warmup: Steps of learning-rate warm-up, which are not judged.
         window: Steps of the healthy window after it.
+        attempt: 1 is a run as it was before its first rewind, and so on; by default the newest.
         json: Print JSON instead of tables.
     """
 
     runs: tuple[Path, ...]
     warmup: int = 100
     window: int = 200
+    attempt: int | None = None
     json: bool = False
 
     def __call__(self) -> int:
@@ -141,7 +130,8 @@ class Replay:
         from stabmon.output.replay import replay_runs, show_replay
 
         _some(self.runs, "runs")
-        show_replay(_console(), replay_runs(self.runs, self.warmup, self.window), self.json)
+        found = replay_runs(self.runs, self.warmup, self.window, self.attempt)
+        show_replay(_console(), found, self.json)
         return _HEALTHY
 
 
@@ -162,8 +152,7 @@ class Rank:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import checkpoint_steps
-        from stabmon.output.ranking import heading, rank_checkpoints
-        from stabmon.output.terminal import show_json, table
+        from stabmon.output.ranking import rank_checkpoints, show_ranking
         from stabmon.runs.run import load_run
 
         run = load_run(self.run)
@@ -171,20 +160,32 @@ class Rank:
         if not steps:
             raise ValueError(f"{self.run / 'checkpoints'} holds no checkpoints to rank")
         ranked = rank_checkpoints(run, steps)
-        console = _console()
-        if self.json:
-            show_json(console, [{**asdict(x), "path": steps[x.step]} for x in ranked])
-            return _HEALTHY
-        rows = [
-            (
-                *("–" if x.against else str(i), x.step, x.loss, x.against or None),
-                *(len(x.alarms) or None, None if x.grade is None else f"S{x.grade}"),
-                *(x.rank_ratio, x.measured),
-            )
-            for i, x in enumerate(ranked, 1)
-        ]
-        columns = ("", "step", "loss", "against", "alarms", "grade", "rank ratio", "measured at")
-        console.print(table(heading(run), rows, columns, words=1))
+        show_ranking(_console(), run, ranked, steps, self.json)
+        return _HEALTHY
+
+
+@dataclass(frozen=True)
+class Import:
+    """Make a run's folder from another trainer's log, for all the other commands.
+
+    Attributes:
+        source: The log, file or folder: a trainer_state.json, TensorBoard or Weights & Biases
+            files, a printed log, a CSV, JSON or JSONL table.
+        run: The folder to be made, such as runs/NAME.
+        map: Which column is what, where the names do not tell: --map loss=train/nll step=updates.
+    """
+
+    source: Path
+    run: Path
+    map: tuple[str, ...] = ()
+
+    def __call__(self) -> int:
+        """Runs the command; its exit code."""
+        from stabmon.output.provenance import provenance
+        from stabmon.runs.foreign.load import import_log
+        from stabmon.runs.foreign.names import as_map
+
+        print(*provenance(import_log(self.source, self.run, as_map(self.map))), sep="\n")
         return _HEALTHY
 
 
@@ -252,7 +253,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"stabmon: {MISSING} ({error})", file=sys.stderr)
         return _UNREADABLE
     command = tyro.cli(
-        Watch | Report | Compare | Replay | Rank | Scan,
+        Watch | Report | Compare | Replay | Rank | Import | Scan,
         prog="stabmon",
         description="Sees a language-model training run going wrong before the loss does.",
         args=arguments,

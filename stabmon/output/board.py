@@ -23,7 +23,7 @@ from stabmon.output.curves import Curve, Scale, draw
 from stabmon.output.panels import thin
 from stabmon.output.terminal import printable, short
 from stabmon.output.verdict import named
-from stabmon.runs.follow import Follower
+from stabmon.runs.foreign.load import follow
 
 RATIO, GRADE = "activations/global/rank_ratio", "activations/global/grade"
 ENTROPY = "attention/global/entropy"
@@ -53,17 +53,14 @@ class Board:
         """Begins to follow a run.
 
         Args:
-            folder: `runs/NAME`; its files need not be there yet.
+            folder: `runs/NAME`, whose files need not be there yet, or another trainer's log.
 
         Raises:
             FileNotFoundError: If there is no such folder.
+            ValueError: It is no log that is known.
         """
         self._folder = Path(folder)
-        if not self._folder.is_dir():
-            raise FileNotFoundError(
-                f"{folder} is not there: give a run's folder, such as runs/NAME"
-            )
-        self._run = Follower(self._folder, KEYS.__contains__)
+        self._run = follow(folder, KEYS.__contains__)
 
     def frame(self, width: int, height: int, *, ascii_only: bool = False) -> RenderableType:
         """Returns the board as it stands now, read anew, `width` × `height` characters at most.

@@ -5,14 +5,16 @@ references, detectors and lead times themselves (`stabmon.alarms`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import numpy as np
+from rich.console import Console
 
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.lead import Lead, first_by_key, lead_times
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.output.panels import default_panels
+from stabmon.output.terminal import show_json, table
 from stabmon.output.verdict import first_onset
 from stabmon.quantities import HELD_OUT, LOSS, quantity_of, split_key, title_of
 from stabmon.runs.run import Run
@@ -97,6 +99,33 @@ def compare(
         names = _names(bands)
         out.append(Comparison(run, onset, lead_times(alarms, names, loss, _last_step(run), onset)))
     return out
+
+
+def show_comparison(console: Console, found: Sequence[Comparison], as_json: bool = False) -> None:
+    """Prints it.
+
+    Args:
+        console: Where to.
+        found: As of `compare`.
+        as_json: JSON instead of tables.
+    """
+    if as_json:
+        rows = [
+            {"run": x.run.name, "onset": x.onset, "table": [asdict(lead) for lead in x.table]}
+            for x in found
+        ]
+        show_json(console, rows)
+        return
+    columns = ("monitor", "first alarm", "after onset", "lead over loss")
+    for x in found:
+        rows = []
+        for lead in x.table:
+            bound = "≥ " if lead.lead_is_bound else ""
+            ahead = f"{bound}{lead.lead:,}" if lead.lead else None
+            first = "never" if lead.first is None else lead.first
+            rows.append((lead.monitor, first, lead.after, ahead))
+        onset = "no fault" if x.onset is None else f"fault from step {x.onset:,}"
+        console.print(table(f"First alarms of {x.run.name}, {onset}", rows, columns))
 
 
 def _keys(runs: Sequence[Run]) -> list[str]:

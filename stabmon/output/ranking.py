@@ -8,12 +8,15 @@ grade chose worse checkpoints to go on from than the loss alone did (`experiment
 """
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
+from rich.console import Console
 
 from stabmon.alarms.detectors.grades import grade_of
+from stabmon.output.terminal import show_json, table
 from stabmon.quantities import HELD_OUT, LOSS
 from stabmon.runs.run import Run
 
@@ -56,6 +59,33 @@ def heading(run: Run) -> str:
     """
     kind = "held-out" if HELD_OUT in run.metrics else "training"
     return f"Checkpoints of {run.name} by {kind} loss, of those finite and free of alarms"
+
+
+def show_ranking(
+    console: Console, run: Run, ranked: Sequence[Ranked], paths: Mapping[int, Path], as_json: bool
+) -> None:
+    """Prints it.
+
+    Args:
+        console: Where to.
+        run: The run.
+        ranked: As of `rank_checkpoints`.
+        paths: Step → checkpoint.
+        as_json: JSON instead of a table.
+    """
+    if as_json:
+        show_json(console, [{**asdict(x), "path": paths[x.step]} for x in ranked])
+        return
+    rows = [
+        (
+            *("–" if x.against else str(i), x.step, x.loss, x.against or None),
+            *(len(x.alarms) or None, None if x.grade is None else f"S{x.grade}"),
+            *(x.rank_ratio, x.measured),
+        )
+        for i, x in enumerate(ranked, 1)
+    ]
+    columns = ("", "step", "loss", "against", "alarms", "grade", "rank ratio", "measured at")
+    console.print(table(heading(run), rows, columns, words=1))
 
 
 def rank_checkpoints(run: Run, steps: Iterable[int]) -> list[Ranked]:

@@ -12,27 +12,28 @@ from rich.console import Console
 
 from stabmon.output.terminal import show_json, table
 from stabmon.recovery.replay import replay_events, standard_watcher
+from stabmon.runs.foreign.load import load
 from stabmon.runs.jsonl import plain
-from stabmon.runs.run import load_run
 
 
 def replay_runs(
-    folders: Sequence[Path], warmup: int = 100, window: int = 200
+    folders: Sequence[Path], warmup: int = 100, window: int = 200, attempt: int | None = None
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns {name of the run: alarms, diagnoses and advice in order}.
 
     Args:
-        folders: Folders of runs.
+        folders: Folders of runs, or other trainers' logs.
         warmup: Steps of learning-rate warm-up, which are not judged.
         window: Steps of the healthy window after it.
+        attempt: 1 is a run as it was before its first rewind; None the newest.
 
     Raises:
-        FileNotFoundError: A folder is not a run.
-        ValueError: A negative warm-up, or no window.
+        FileNotFoundError: There is no such run.
+        ValueError: A negative warm-up, no window, or no log that is known.
     """
     found = {}
     for folder in folders:
-        run = load_run(folder)
+        run = load(folder, attempt=attempt)
         found[str(folder)] = replay_events(run, standard_watcher(run, warmup, window))
     return found
 

@@ -20,11 +20,14 @@ import numpy as np
 
 from stabmon.output.figures import layer_figure, line_figure, share_colors
 from stabmon.output.panels import Panel, default_panels
-from stabmon.output.sections import event_list, lead_table, legend, set_up, story_table
+from stabmon.output.provenance import provenance
+from stabmon.output.sections import event_list, lead_table, legend, notes, set_up, story_table
 from stabmon.output.styles import Style, styles
 from stabmon.output.verdict import alarm_table, default_verdict, story
 from stabmon.quantities import split_key
-from stabmon.runs.run import Run, load_run
+from stabmon.recovery.replay import replay_events
+from stabmon.runs.foreign.load import load
+from stabmon.runs.run import Run
 
 _MAPS = 3
 _POLICY = (
@@ -46,7 +49,8 @@ def write_report(
     """Writes a self-contained page about `runs` and returns its path.
 
     Args:
-        runs: Runs, or their folders, to be shown in the same charts; a clean one first.
+        runs: Runs, their folders or other trainers' logs, to be shown in the same charts; a clean
+            one first. A log of another trainer that nothing has judged is judged here.
         out: The file, or a folder in which it is to be `report.html`.
         title: Above the verdict; the names of the runs by default.
         verdict: The sentence in large type; by default what the alarms in the runs amount to.
@@ -59,7 +63,7 @@ def write_report(
 
     Raises:
         ValueError: If there are no runs.
-        FileNotFoundError: If a folder is not a run.
+        FileNotFoundError: If there is no such run.
         ImportError: If Plotly is not installed.
 
     Example:
@@ -74,7 +78,7 @@ def write_report(
     if not runs:
         raise ValueError("no runs to report on: give at least one folder such as runs/NAME")
     plotly = _plotly()
-    loaded = _distinct([run if isinstance(run, Run) else load_run(run) for run in runs])
+    loaded = _distinct([_judged(x if isinstance(x, Run) else load(x)) for x in runs])
     title = title or " · ".join(run.name for run in loaded)
     rows = alarm_table(loaded) if table is None else table
     chosen = default_panels(loaded) if panels is None else panels
@@ -85,6 +89,7 @@ def write_report(
         f'<header><p class="eyebrow">{escape(title)}</p>',
         f"<h1>{escape(verdict or default_verdict(loaded))}</h1>",
         f'<p class="facts">{escape(_facts(loaded, last))}</p></header><main>',
+        *(notes(provenance(run), run.name) for run in loaded),
         story_table(story(loaded)),
         lead_table(rows, loaded, last),
         f"<section><h2>Evidence</h2>{legend(drawn, chosen)}",
@@ -100,6 +105,12 @@ def write_report(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(_page(title, "".join(body), plotly, charts + map_charts), encoding="utf-8")
     return out
+
+
+def _judged(run: Run) -> Run:
+    """A run with its events; those of a log that brings none, as the standard alarms say."""
+    unjudged = run.source.foreign and not run.events
+    return replace(run, events=tuple(replay_events(run))) if unjudged else run
 
 
 def _distinct(runs: list[Run]) -> list[Run]:

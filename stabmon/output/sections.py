@@ -143,6 +143,19 @@ def event_list(runs: Sequence[Run]) -> str:
     )
 
 
+def notes(sentences: Sequence[str], name: str) -> str:
+    """Returns what is to be known about a run's log before its curves are read.
+
+    Args:
+        sentences: As of `provenance`; none for a run that was read whole from its own folder.
+        name: Of the run.
+    """
+    if not sentences:
+        return ""
+    text = " ".join(escape(sentence) for sentence in sentences)
+    return f'<p class="note"><b>{escape(name)}</b> {text}</p>'
+
+
 def set_up(run: Run) -> str:
     """Returns a run's configuration and faults, folded away.
 

@@ -16,7 +16,7 @@ from stabmon.runs.config import read_config, setting
 from stabmon.runs.follow import Follower
 from stabmon.runs.jsonl import read_jsonl
 
-EPOCH = "progress/global/epoch/value"
+EPOCH = "schedule/global/epoch/value"
 
 
 @dataclass(frozen=True)

@@ -92,6 +92,66 @@ def test_a_torn_line_is_a_warning_on_stderr(tmp_path, capsys):
     assert "metrics.jsonl: 1 line skipped, not JSON objects (torn" in capsys.readouterr().err
 
 
+@pytest.fixture
+def logs(tmp_path):
+    """A loss that becomes no number at step 2,000, as other trainers log it."""
+    course = lambda step: "nan" if step >= 2000 else f"{3 - step / 2000:.4f}"
+    rows = [(step, course(step)) for step in range(0, 2500, 10)]
+    history = [{"step": step, "loss": float(loss)} for step, loss in rows]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": history}))
+    printed = [f"step: {step} train_loss: {loss} grad_norm: 1.0\n" for step, loss in rows]
+    (tmp_path / "train.log").write_text("".join(printed))
+    (tmp_path / "odd.csv").write_text("t,nll\n" + "".join(f"{s},{x}\n" for s, x in rows))
+    return tmp_path
+
+
+def test_the_logs_of_other_trainers_are_taken_as_they_are(logs, capsys):
+    paths = [str(logs / name) for name in ("trainer_state.json", "train.log")]
+    assert main(["replay", *paths, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert all(found[path][0]["step"] == 2000 for path in paths)
+    assert main(["watch", paths[1], "--once"]) == 0
+    assert "step 2,490" in capsys.readouterr().out
+    assert main(["report", paths[0]]) == 0
+    page = (logs / "trainer_state.html").read_text()
+    assert "no module can be named" in page
+    assert "non-finite" in page
+    assert "No alarm." not in page
+
+
+def test_a_log_is_imported_with_its_columns_told(logs, capsys):
+    command = ["import", str(logs / "odd.csv"), str(logs / "run")]
+    assert main(command) == 2
+    assert "no column that counts steps; it has t, nll: say which" in capsys.readouterr().err
+    assert main([*command, "--map", "step=t", "loss=nll"]) == 0
+    assert "CSV table, 250 rows, one each 10 steps: loss is nll." in capsys.readouterr().out
+    assert main(["replay", str(logs / "run"), "--json"]) == 0
+    (rows,) = json.loads(capsys.readouterr().out).values()
+    assert rows[0]["step"] == 2000
+    assert main([*command, "--map", "loss"]) == 2
+    assert "expected NAME=COLUMN" in capsys.readouterr().err
+
+
+def test_an_abandoned_attempt_is_shown_on_request(tmp_path, capsys):
+    with RunLog.open(tmp_path / "run", {}) as log:
+        for step in range(0, 1000, 10):
+            loss = np.nan if step >= 950 else 2.0
+            log.sample(step, {"symptoms/global/loss/value": loss})
+        log.rewind(600)
+        for step in range(610, 710, 10):
+            log.sample(step, {"symptoms/global/loss/value": 2.0})
+    found = {}
+    for attempt in ([], ["--attempt", "1"]):
+        assert main(["replay", str(tmp_path / "run"), "--json", *attempt]) == 0
+        (found[bool(attempt)],) = json.loads(capsys.readouterr().out).values()
+    assert found[False] == []
+    assert found[True][0]["step"] == 950
+    assert main(["watch", str(tmp_path / "run"), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "step 700" in shown
+    assert "nan" not in shown
+
+
 def test_scan_tells_health_by_its_exit_code(tmp_path, capsys):
     tree = torch_llama(norm=(H, H))
     save_file(tree, tmp_path / "model.safetensors")
@@ -118,8 +178,8 @@ def test_what_cannot_be_read_is_code_2_and_one_line(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["watch", "nix"], "nix is not there"),
-        (["rank", "nix"], "nix is not a run"),
-        (["report", "nix"], "nix is not a run"),
+        (["rank", "nix"], "nix is not there: give a run's folder"),
+        (["report", "nix"], "nix is not there: give a run's folder"),
         (["compare", "nix"], "no --reference: clean runs or a .json file given"),
         (["scan", "nix"], "nix does not exist"),
     ],

@@ -176,7 +176,7 @@ def test_no_runs_are_refused(tmp_path):
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"is not a run, it has no config.json"):
+    with pytest.raises(ValueError, match="is a folder with nothing: expected a run's folder"):
         write_report([tmp_path], tmp_path)
 
 

@@ -1,0 +1,1 @@
+"""Other trainers' logs, read as runs."""
