@@ -178,7 +178,7 @@ def test_what_cannot_be_read_is_code_2_and_one_line(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["watch", "nix"], "nix is not there"),
-        (["rank", "nix"], "nix is not there: give a run's folder"),
+        (["rank", "nix"], "nix is not a run"),
         (["report", "nix"], "nix is not there: give a run's folder"),
         (["compare", "nix"], "no --reference: clean runs or a .json file given"),
         (["scan", "nix"], "nix does not exist"),
