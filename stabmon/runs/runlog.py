@@ -48,8 +48,8 @@ class RunLog:
         >>> with RunLog.open(folder, {"seed": 0}, resume=True) as log:
         ...     log.sample(10, {"train/global/loss/mean": 2.5}, tokens=7680)  # already there
         ...     log.sample(20, {"train/global/loss/mean": float("inf")}, tokens=15360)
-        >>> load_run(folder).metrics["train/global/loss/mean"]
-        (array([10, 20]), array([2.5, inf]))
+        >>> load_run(folder).metrics["train/global/loss/mean"][1].tolist()
+        [2.5, inf]
     """
 
     def __init__(self, folder: Path) -> None:
