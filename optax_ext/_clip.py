@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from stabmon.layout import Layout, find_layout, leaves_with_paths
 from stabmon.linalg.checks import as_float
+from stabmon.linalg.mesh import in_auto_mode
 
 
 class QKClipState(NamedTuple):
@@ -103,11 +104,15 @@ def qk_clip(
         named = enumerate(leaves_with_paths(params))
         held = {i: leaves[i] for i, (path, p) in named if is_held(path, p)}
 
-        def clip(held):
-            factors = jax.tree.leaves(_factors(params, layout, gamma))
-            return {i: _scaled(factors[i], weights[i], u) for i, u in held.items()}
+        base = {i: jnp.asarray(weights[i]) for i in held}
 
-        held = jax.lax.cond(jnp.any(above), clip, lambda held: held, held)
+        def clip(held, base, gamma):
+            factors = jax.tree.leaves(_factors(params, layout, gamma))
+            return {i: _scaled(factors[i], base[i], u) for i, u in held.items()}
+
+        keep = lambda held, base, gamma: held
+        clip = in_auto_mode(clip, held)
+        held = jax.lax.cond(jnp.any(above), clip, keep, held, base, gamma)
         for i, leaf in held.items():
             leaves[i] = leaf
         new_state: Any = QKClipState(state.qk_clip_count + above.astype(jnp.int32), gamma)

@@ -19,7 +19,7 @@ from optax_ext._restoration import Record, Scalar, restore
 from optax_ext._stacks import over_devices, rewrite, rewrite_in_turn, stacked
 from stabmon.layout import Layout, Select
 from stabmon.linalg.checks import as_float
-from stabmon.linalg.mesh import mesh_in_force
+from stabmon.linalg.mesh import in_auto_mode, mesh_in_force
 from stabmon.linalg.sign import check_method, matrix_sign
 
 
@@ -164,7 +164,7 @@ def msign(
             return rewrite(stacks, treat, due, updates, params, record)
 
         record = Record(*state[1:])
-        held, record = _in_auto_mode(treat_all, (held, record))(step, held, base, record)
+        held, record = in_auto_mode(treat_all, (held, record))(step, held, base, record)
         for i, leaf in held.items():
             leaves[i] = leaf
         return jax.tree.unflatten(structure, leaves), MsignState(step, *record)
@@ -200,17 +200,6 @@ def _over_mesh() -> jax.sharding.NamedSharding | None:
     """The first axis of a stack divided over all devices of the mesh in force."""
     mesh = mesh_in_force()
     return None if mesh is None else jax.sharding.NamedSharding(mesh, jax.P(mesh.axis_names))
-
-
-def _in_auto_mode(f: Callable, like: PyTree) -> Callable:
-    """The function with the compiler choosing shardings, also on a mesh with explicit axes.
-
-    There, decompositions and reshapes of sharded axes are refused. Results are sharded as `like`.
-    """
-    if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-        return f
-    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
-    return jax.sharding.auto_axes(f, out_sharding=shardings)
 
 
 def _check_due(due: object, stagger: bool) -> None:

@@ -57,3 +57,14 @@ def divided_along(x: Float[Array, "..."], axis: int) -> Float[Array, "..."]:
         spec[axis] = mesh.axis_names[:end]
         x = jax.lax.with_sharding_constraint(x, jax.P(*spec))
     return x
+
+
+def in_auto_mode(f: Callable[..., Any], like: PyTree) -> Callable[..., Any]:
+    """`f` with the compiler choosing shardings, also on a mesh with explicit axes.
+
+    There, decompositions and reshapes of sharded axes are refused. Results are sharded as `like`.
+    """
+    if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
+        return f
+    shardings = jax.tree.map(lambda x: jax.typeof(x).sharding, like)
+    return jax.sharding.auto_axes(f, out_sharding=shardings)

@@ -4,6 +4,7 @@ Its own behaviour is tested in its own file; here: structure, wrappers, compilat
 checkpoints.
 """
 
+import contextlib
 import dataclasses
 import functools
 
@@ -13,7 +14,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from optax_ext._clip import qk_clip
 from optax_ext._delta import track_delta
@@ -184,17 +185,24 @@ def test_state_is_found_by_names_that_nothing_else_has(factory):
 
 
 @pytest.mark.parametrize(
-    "spec", [PartitionSpec("x"), PartitionSpec(None, "x")], ids=["layer", "row"]
+    ("spec", "kind"),
+    [
+        (PartitionSpec("x"), AxisType.Auto),
+        (PartitionSpec(None, "x"), AxisType.Auto),
+        (PartitionSpec(None, "x"), AxisType.Explicit),
+    ],
+    ids=["layer", "row", "row explicit"],
 )
 @every_factory
-def test_keeps_sharding(factory, spec):
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+def test_keeps_sharding(factory, spec, kind):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(kind,))
     place = lambda x: jax.device_put(
         x, NamedSharding(mesh, spec if x.ndim > 1 else PartitionSpec())
     )
     tx, params = factory(), jax.tree.map(place, draw(0))
-    state = jax.jit(tx.init)(params)
-    updates, new = jax.jit(tx.update)(params, state, params)
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        state = jax.jit(tx.init)(params)
+        updates, new = jax.jit(tx.update)(params, state, params)
     for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True):
         assert a.sharding.is_equivalent_to(b.sharding, a.ndim)
     assert form(new) == form(state)
