@@ -240,6 +240,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                         if acting.wants_rollback:
                             state, pending = acting.roll_back(fresh), None
                             step = int(state.step)
+                            sinks.rewind(step)
                         state = acting.before(step, state)
                     if step >= config.steps:
                         break

@@ -1,15 +1,15 @@
 """Where a run's samples go besides its own log: TensorBoard, Weights & Biases, Prometheus.
 
 Each sink works in a thread of its own and can neither stop nor slow the run
-(`stabmon.output.fanout`); `metrics.jsonl` is written by the log whatever they do.
+(`stabmon.output.sinks.fanout`); `metrics.jsonl` is written by the log whatever they do.
 """
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stabmon.output.fanout import Fanout
-from stabmon.output.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
+from stabmon.output.sinks.fanout import Fanout
+from stabmon.output.sinks.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
 
 Sink = Literal["tensorboard", "wandb", "prometheus"]
 

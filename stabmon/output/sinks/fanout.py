@@ -7,13 +7,15 @@ What lives here: `guarded`, which moves a writer to a thread of its own behind a
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 
-from stabmon.output.writers import Writer
+from stabmon.output.sinks.writers import Writer
 from stabmon.runs.runlog import RunLog
 
 CAPACITY = 256
 PATIENCE = 5.0
+LIMIT = 30.0
 
 
 class Guarded:
@@ -21,25 +23,36 @@ class Guarded:
 
     Attributes:
         name: What it is called in messages.
-        lost: Samples that were not written so far.
     """
 
     def __init__(
-        self, writer: Writer, capacity: int, patience: float, report: Callable[[str], None]
+        self,
+        writer: Writer,
+        capacity: int,
+        patience: float,
+        limit: float,
+        report: Callable[[str], None],
     ) -> None:
-        """Starts the thread; use `guarded`."""
+        """Starts the threads; use `guarded`."""
         self.name = type(writer).__name__
-        self._writer, self._patience, self._report = writer, patience, report
-        self._queue: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(capacity)
-        self._dropped = self._failed = 0
+        self._writer, self._patience, self._limit = writer, patience, limit
+        self._report = report
+        self._queue: queue.Queue[tuple[int, dict[str, float] | None] | None]
+        self._queue = queue.Queue(capacity)
+        self._offered = self._written = self._dropped = self._failed = 0
+        self._owed: int | None = None
+        self._busy: tuple[int, float] | None = None  # at which step, since when
         self._closed = False
+        self._done = threading.Event()
         self._thread = threading.Thread(target=self._drain, name=self.name, daemon=True)
+        watcher = threading.Thread(target=self._watch, name=f"{self.name} watched", daemon=True)
         self._thread.start()
+        watcher.start()
 
     @property
     def lost(self) -> int:
-        """Samples dropped because the sink was too slow, and samples it failed on."""
-        return self._dropped + self._failed
+        """Samples that were not written so far, but for those that wait for an open sink."""
+        return self._offered - self._written if self._closed else self._dropped + self._failed
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Queues one sample; drops it if the queue is full. Never blocks, never raises.
@@ -50,7 +63,11 @@ class Guarded:
         """
         if self._closed:
             return
+        self._offered += 1
         try:
+            if self._owed is not None:
+                self._queue.put_nowait((self._owed, None))
+                self._owed = None
             self._queue.put_nowait((step, dict(values)))
         except queue.Full:
             self._dropped += 1
@@ -60,39 +77,69 @@ class Guarded:
                     f"training and metrics.jsonl go on"
                 )
 
+    def rewind(self, step: int) -> None:
+        """Queues a rewind; if the queue is full, it goes before the next sample.
+
+        Args:
+            step: Step of the checkpoint that was restored.
+        """
+        self._owed = step if self._owed is None else min(step, self._owed)
+        if not self._closed and not self._queue.full():
+            self._queue.put_nowait((self._owed, None))
+            self._owed = None
+
     def close(self) -> None:
         """Waits a while for what is queued, closes the sink and reports what was lost in all."""
         if self._closed:
             return
-        self._closed = True
         try:
             self._queue.put(None, timeout=self._patience)
             self._thread.join(self._patience)
         except queue.Full:
             pass  # It hangs: the thread is a daemon and ends with the process.
-        left = self._queue.qsize() if self._thread.is_alive() else 0
+        self._closed = True
+        self._done.set()
         if self._thread.is_alive():
-            self._report(f"{self.name} hangs and was left behind, about {left} samples with it")
+            self._report(f"{self.name} hangs and was left behind")
         if self.lost:
             self._report(f"{self.name} lost {self.lost} samples in all")
 
     def _drain(self) -> None:
         """What the thread does: hand queued samples on until the end, whatever happens."""
+        # Also an exit: it would end this thread alone, without a word.
         while (sample := self._queue.get()) is not None:
+            step, values = sample
+            self._busy = step, time.monotonic()
             try:
-                self._writer.write(*sample)
-            except Exception as error:
-                self._failed += 1
-                if self._failed == 1:
+                if values is None:
+                    self._writer.rewind(step)
+                else:
+                    self._writer.write(step, values)
+                    self._written += 1
+            except BaseException as error:
+                self._failed += values is not None
+                if self._failed + (values is None) == 1:
                     reason = f"{type(error).__name__}: {error}"
                     self._report(
-                        f"{self.name} failed at step {sample[0]} ({reason}); "
+                        f"{self.name} failed at step {step} ({reason}); "
                         f"training and metrics.jsonl go on"
                     )
+            self._busy = None
         try:
             self._writer.close()
-        except Exception as error:
+        except BaseException as error:
             self._report(f"{self.name} failed to close ({type(error).__name__}: {error})")
+
+    def _watch(self) -> None:
+        """What the other thread does: say once that a sample takes too long."""
+        while not self._done.wait(self._limit / 4):
+            busy = self._busy
+            if busy is not None and time.monotonic() - busy[1] > self._limit:
+                self._report(
+                    f"{self.name} hangs since step {busy[0]}, for {self._limit:g} s; "
+                    "training and metrics.jsonl go on"
+                )
+                return
 
 
 class Fanout:
@@ -104,6 +151,8 @@ class Fanout:
         >>> class Broken:
         ...     def write(self, step, values):
         ...         raise OSError("no route to host")
+        ...     def rewind(self, step):
+        ...         pass
         ...     def close(self):
         ...         pass
         >>> with Fanout([Broken()], report=print) as out:
@@ -141,6 +190,18 @@ class Fanout:
         for writer in self._writers:
             writer.write(step, values)
 
+    def rewind(self, step: int) -> None:
+        """Tells every writer that training goes on from an earlier step.
+
+        Args:
+            step: Step of the checkpoint that was restored.
+
+        Raises:
+            OSError: If a `RunLog` among the writers cannot write.
+        """
+        for writer in self._writers:
+            writer.rewind(step)
+
     def close(self) -> None:
         """Closes every writer."""
         for writer in self._writers:
@@ -158,6 +219,7 @@ def guarded(
     *,
     capacity: int = CAPACITY,
     patience: float = PATIENCE,
+    limit: float = LIMIT,
     report: Callable[[str], None] | None = None,
 ) -> Guarded:
     """Returns `writer` in a thread of its own, where it can neither stop nor slow down training.
@@ -170,6 +232,7 @@ def guarded(
         writer: The sink. It is used by one thread only.
         capacity: Samples that may wait.
         patience: Seconds that `close` waits for a slow sink, at most twice.
+        limit: Seconds for one sample after which the sink is said to hang.
         report: Called with a sentence, perhaps from the sink's thread; by default a warning of the
             logger "stabmon".
 
@@ -178,4 +241,5 @@ def guarded(
     """
     if capacity < 1:
         raise ValueError(f"capacity is a number of samples, at least 1, got {capacity}")
-    return Guarded(writer, capacity, patience, report or logging.getLogger("stabmon").warning)
+    report = report or logging.getLogger("stabmon").warning
+    return Guarded(writer, capacity, patience, limit, report)

@@ -12,9 +12,6 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from stabmon.quantities import Key, split_key
-from stabmon.runs.runlog import RunLog
-
-JsonlWriter = RunLog
 
 
 @runtime_checkable
@@ -27,6 +24,14 @@ class Writer(Protocol):
         Args:
             step: Step at which it was measured.
             values: Metric key → value, on the host.
+        """
+        ...
+
+    def rewind(self, step: int) -> None:
+        """Training goes on from an earlier step: what was written of later ones is void.
+
+        Args:
+            step: Step of the checkpoint that was restored.
         """
         ...
 
@@ -49,8 +54,19 @@ class TensorBoardWriter:
         Raises:
             ImportError: If tensorboardX is not installed.
         """
-        library = _library("tensorboardX", "tensorboard")
-        self._writer = library.SummaryWriter(str(folder), purge_step=purge_step, flush_secs=10)
+        self._library = _library("tensorboardX", "tensorboard")
+        self._folder, self._files = str(folder), 0
+        self._writer = self._open(purge_step)
+
+    def _open(self, purge_step: int | None) -> Any:
+        """A further event file; two of one second need names of their own."""
+        self._files += 1
+        return self._library.SummaryWriter(
+            self._folder,
+            purge_step=purge_step,
+            flush_secs=10,
+            filename_suffix=f".{self._files}" if self._files > 1 else "",
+        )
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Takes one sample.
@@ -62,13 +78,27 @@ class TensorBoardWriter:
         for key, value in values.items():
             self._writer.add_scalar(key, value, global_step=step)
 
+    def rewind(self, step: int) -> None:
+        """Begins another event file, for which TensorBoard hides the later steps of this one.
+
+        Args:
+            step: Step of the checkpoint that was restored.
+        """
+        self._writer.close()
+        self._writer = self._open(step + 1)
+
     def close(self) -> None:
         """Flushes and closes the event file."""
         self._writer.close()
 
 
 class WandbWriter:
-    """Logs to Weights & Biases; the run begins with the first sample, not before."""
+    """Logs to Weights & Biases; the run begins with the first sample, not before.
+
+    Steps are a metric of their own, "step": wandb drops what comes with a lower count than before.
+    A rewind begins another run of the same group, since a run of theirs cannot be cut; each is one
+    timeline.
+    """
 
     def __init__(self, **settings: Any) -> None:
         """Keeps what the run is to be begun with.
@@ -82,18 +112,35 @@ class WandbWriter:
         """
         self._library = _library("wandb", "wandb")
         self._settings = settings
+        self._name, self._attempt = settings.get("name") or "run", 1
         self._run: Any = None
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Takes one sample.
 
         Args:
-            step: Step at which it was measured; wandb drops steps below an earlier one.
+            step: Step at which it was measured.
             values: Metric key → value.
         """
         if self._run is None:
             self._run = self._library.init(**self._settings)
-        self._run.log(dict(values), step=step)
+            self._run.define_metric("step")
+            self._run.define_metric("*", step_metric="step")
+        self._run.log({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Ends the run; the next sample begins another one of its group.
+
+        Args:
+            step: Step of the checkpoint that was restored.
+        """
+        if self._run is None:
+            return
+        self.close()
+        self._run, self._attempt = None, self._attempt + 1
+        kept = {k: v for k, v in self._settings.items() if k not in ("id", "resume")}
+        named = {"name": f"{self._name}, attempt {self._attempt} from {step}"}
+        self._settings = {"group": self._name, **kept, **named}
 
     def close(self) -> None:
         """Ends the run, if it was begun."""
@@ -157,6 +204,15 @@ class PrometheusWriter:
         if self._textfile is not None:
             self._textfile.parent.mkdir(parents=True, exist_ok=True)
             self._library.write_to_textfile(str(self._textfile), self._registry)
+
+    def rewind(self, step: int) -> None:
+        """Forgets the values of later steps; each is shown again from its next sample on.
+
+        Args:
+            step: Step of the checkpoint that was restored.
+        """
+        self._value.clear()
+        self._step.set(step)
 
     def close(self) -> None:
         """Closes the port; the file stays."""

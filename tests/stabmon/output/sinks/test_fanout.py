@@ -4,8 +4,9 @@ import threading
 
 import pytest
 
-from stabmon.output.fanout import Fanout, guarded
+from stabmon.output.sinks.fanout import LIMIT, Fanout, guarded
 from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.run import load_run
 from stabmon.runs.runlog import RunLog
 
 
@@ -23,6 +24,9 @@ class Sink:
         if step in self.bad:
             raise ConnectionError("no route")
         self.samples.append((step, values))
+
+    def rewind(self, step):
+        self.samples.append((step, "rewind"))
 
     def close(self):
         self.threads.add(threading.current_thread())
@@ -140,3 +144,68 @@ def test_what_is_guarded_is_not_guarded_twice():
 def test_a_queue_without_room_is_refused():
     with pytest.raises(ValueError, match="at least 1, got 0"):
         guarded(Sink(), capacity=0)
+
+
+def test_a_rewind_reaches_every_sink_in_its_place(tmp_path):
+    sink = Sink()
+    with Fanout([sink, RunLog.open(tmp_path, {})]) as out:
+        for step in (10, 20, 30):
+            out.write(step, {"a": 1.0})
+        out.rewind(10)
+        out.write(20, {"a": 2.0})
+    assert [step for step, _ in sink.samples] == [10, 20, 30, 10, 20]
+    assert sink.samples[3] == (10, "rewind")
+    assert load_run(tmp_path).metrics["a"][1].tolist() == [1.0, 2.0]
+
+
+def test_a_rewind_is_not_dropped_where_samples_are():
+    gate = threading.Event()
+    sink = Sink(gate=gate)
+    out = guarded(sink, capacity=2, report=lambda text: None)
+    for step in range(10, 60, 10):
+        out.write(step, {})
+    out.rewind(20)
+    out.rewind(30)
+    gate.set()
+    while out._queue.qsize():
+        pass
+    out.write(25, {})
+    out.close()
+    assert sink.samples[-2:] == [(20, "rewind"), (25, {})]
+
+
+def test_a_sink_that_hangs_is_named_before_its_queue_is_full_and_its_loss_counted():
+    said, gate, told = [], threading.Event(), threading.Event()
+    report = lambda text: (said.append(text), told.set())
+    out = guarded(Sink(gate=gate), capacity=100, patience=0.01, limit=0.05, report=report)
+    for step in range(20):
+        out.write(step, {})
+    assert told.wait(10)
+    assert said == ["Sink hangs since step 0, for 0.05 s; training and metrics.jsonl go on"]
+    for step in range(20, 200):
+        out.write(step, {})
+    out.close()
+    gate.set()
+    assert said[2:] == ["Sink hangs and was left behind", "Sink lost 200 samples in all"]
+
+
+def test_by_default_a_hang_is_named_within_a_minute():
+    assert LIMIT * 1.25 < 60
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_sink_that_exits_is_named_and_goes_on(error):
+    class Exits(Sink):
+        def write(self, step, values):
+            if step == 1:
+                raise error
+            super().write(step, values)
+
+    said, sink = [], Exits()
+    out = guarded(sink, report=said.append)
+    for step in range(4):
+        out.write(step, {})
+    out.close()
+    assert [step for step, _ in sink.samples] == [0, 2, 3]
+    assert said[0].startswith(f"Exits failed at step 1 ({type(error).__name__}: ")
+    assert said[1:] == ["Exits lost 1 samples in all"]

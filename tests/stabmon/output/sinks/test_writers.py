@@ -12,12 +12,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tensorboardX.proto.event_pb2 import Event
 
-from stabmon.output import writers
-from stabmon.output.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
+from stabmon.output.sinks.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
+from stabmon.runs.foreign.load import load
 from stabmon.runs.runlog import RunLog
 
 KEY = "delta50/layer_03/delta2/modes/p10"
 LOSS = "symptoms/global/loss/value"
+AXIS = [("step", None), ("*", "step")]
 
 
 def events(folder):
@@ -104,7 +105,9 @@ def wandb_calls(monkeypatch):
     """What a stand-in for wandb was asked to do."""
     calls = []
     run = types.SimpleNamespace(
-        log=lambda values, step: calls.append((step, values)), finish=lambda: calls.append("end")
+        log=calls.append,
+        finish=lambda: calls.append("end"),
+        define_metric=lambda name, step_metric=None: calls.append((name, step_metric)),
     )
     module = types.ModuleType("wandb")
     module.init = lambda **settings: calls.append(settings) or run
@@ -119,15 +122,58 @@ def test_wandb_begins_with_the_first_sample_and_ends_with_close(wandb_calls):
     writer.write(20, {LOSS: 1.5})
     writer.close()
     settings = {"project": "p", "mode": "offline"}
-    assert wandb_calls == [settings, (10, {LOSS: 2.0}), (20, {LOSS: 1.5}), "end"]
+    rows = [{"step": 10, LOSS: 2.0}, {"step": 20, LOSS: 1.5}]
+    assert wandb_calls == [settings, *AXIS, *rows, "end"]
+
+
+def test_a_rewind_begins_another_wandb_run_of_the_group(wandb_calls):
+    writer = WandbWriter(name="a", id="x", resume="allow")
+    writer.rewind(0)
+    writer.write(20, {LOSS: 2.0})
+    writer.rewind(10)
+    writer.write(20, {LOSS: 1.5})
+    writer.close()
+    first = [{"name": "a", "id": "x", "resume": "allow"}, *AXIS, {"step": 20, LOSS: 2.0}, "end"]
+    second = [{"group": "a", "name": "a, attempt 2 from 10"}, *AXIS, {"step": 20, LOSS: 1.5}, "end"]
+    assert wandb_calls == first + second
+
+
+def test_tensorboard_shows_one_timeline_after_rewinds(tmp_path):
+    writer = TensorBoardWriter(tmp_path / "tb")
+    for back, value in ((None, 1.0), (20, 2.0), (10, 3.0)):
+        if back is not None:
+            writer.rewind(back)
+        for step in range((back or 0) + 10, 50, 10):
+            writer.write(step, {LOSS: value})
+    writer.close()
+    assert len(list((tmp_path / "tb").iterdir())) == 3
+    shown = {}
+    for event in events(tmp_path / "tb"):  # as TensorBoard reads them
+        if event.HasField("session_log"):
+            shown = {step: value for step, value in shown.items() if step < event.step}
+        for value in event.summary.value:
+            shown[event.step] = value.simple_value
+    assert shown == {10: 1.0, 20: 3.0, 30: 3.0, 40: 3.0}
+    assert load(tmp_path / "tb").metrics[LOSS][1].tolist() == [1.0, 3.0, 3.0, 3.0]
+
+
+def test_prometheus_forgets_what_a_rewind_abandoned(tmp_path):
+    path = tmp_path / "run.prom"
+    writer = PrometheusWriter(textfile=path)
+    writer.write(30, {LOSS: math.nan, KEY: 1.0})
+    writer.rewind(10)
+    writer.write(20, {KEY: 2.0})
+    writer.close()
+    found = labelled(path.read_text())
+    assert found == {("delta50", "layer_03", "delta2/modes", "p10"): 2.0, "stabmon_step": 20}
 
 
 def test_the_real_wandb_writes_offline_and_asks_for_no_account(tmp_path):
     pytest.importorskip("wandb", reason="needs stabmon[wandb]")
     # It writes to the end only when its process does.
     script = (
-        "from stabmon.output.fanout import guarded\n"
-        "from stabmon.output.writers import WandbWriter\n"
+        "from stabmon.output.sinks.fanout import guarded\n"
+        "from stabmon.output.sinks.writers import WandbWriter\n"
         f"sink = guarded(WandbWriter(mode='offline', dir={str(tmp_path)!r}), patience=60.0)\n"
         f"for step in (10, 20): sink.write(step, {{{LOSS!r}: step / 8}})\n"
         "sink.close()\n"
@@ -168,4 +214,3 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch, module, extra, m
 def test_the_log_of_a_run_is_a_writer(tmp_path):
     with RunLog.open(tmp_path, {}) as log:
         assert isinstance(log, Writer)
-    assert writers.JsonlWriter is RunLog

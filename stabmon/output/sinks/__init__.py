@@ -1,0 +1,1 @@
+"""Where samples go besides the run's own folder."""
