@@ -17,14 +17,13 @@ its model and of other seeds, and by its own default alarms (`attention.judged_r
 """
 
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 
 import plotly.graph_objects as go
 import tyro
 
 from experiments.support.arms import CLEAN, run_of
-from experiments.support.attention import ARMS, DOSES, MODEL, Windows, clean_arm, judged_run
+from experiments.support.attention import ARMS, DOSES, Windows, clean_arm, judged_run
 from experiments.support.ending import Result, ended
 from experiments.support.figures import COLOURS, arms_of, colour, line, panels
 from experiments.support.recorded import Row, measured, recorded
@@ -58,9 +57,8 @@ class Config:
         more_variant_seeds: The same for the other models.
         onset: First step with the fault.
         steps: Length of all runs; None: each arm's own.
-        model: The base model.
+        base: What all runs share.
         window: Healthy steps, for metrics that are judged by the run's own level.
-        runs: Where runs, rows and figure lie.
     """
 
     arms: tuple[str, ...] = tuple(ARMS)
@@ -69,14 +67,13 @@ class Config:
     more_variant_seeds: tuple[int, ...] = (3,)
     onset: int = 300
     steps: int | None = None
-    model: GPTConfig = MODEL
+    base: TrainConfig = DOSES
     window: tuple[int, int] = (100, 300)
-    runs: Path = Path("runs")
 
 
 def main(config: Config) -> Result:
     """Train what is not there yet, judge it, print the tables and draw the figure."""
-    file, rows = config.runs / "attention_doses.jsonl", []
+    file, rows = config.base.runs / "attention_doses.jsonl", []
     for arm in dict.fromkeys(x for name in config.arms for x in (clean_arm(name), name)):
         for seed in seeds_of(config, arm):
             settings = settings_of(config, arm, seed)
@@ -93,8 +90,7 @@ def seeds_of(config: Config, arm: str) -> tuple[int, ...]:
 
 def train_config(config: Config, arm: str, seed: int) -> TrainConfig:
     """The training run of one arm."""
-    base = replace(DOSES, runs=config.runs, model=config.model)
-    run = run_of(base, f"doses-{arm}", ARMS[arm], seed, config.onset)
+    run = run_of(config.base, f"doses-{arm}", ARMS[arm], seed, config.onset)
     return run if config.steps is None else replace(run, steps=config.steps)
 
 

@@ -29,18 +29,7 @@ import plotly.graph_objects as go
 import tyro
 
 from experiments.loop.acting import AlarmConfig
-from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.step import MonitorConfig
-from experiments.support.arms import (
-    ARMS,
-    CLEAN,
-    DENSE,
-    EXPERTS,
-    MONITOR,
-    OPTIMIZER,
-    run_of,
-    truth_of,
-)
+from experiments.support.arms import ARMS, CLEAN, EXPERTS, SMALL, run_of, truth_of
 from experiments.support.ending import Result, ended
 from experiments.support.figures import colour, panels
 from experiments.support.judging import judge, replayed
@@ -54,10 +43,10 @@ from experiments.support.recorded import (
 )
 from experiments.support.tables import each, grouped, listed, listing, table
 from experiments.train import Config as TrainConfig
-from models.config import GPTConfig
 from stabmon.alarms.calibration import poisson_bound
 
 ALARMS = AlarmConfig(on=True, watch=100, verify=200, dwell=100)
+BASE = replace(SMALL, runs=Path("runs/campaign"), alarms=ALARMS)
 _DENSE = ("learning rate ×10", "batch ÷8", "dirty batch", "repeated data", "NaN in the gradient")
 _DENSE += ("attention 7/7", "attention 7/7, learning rate ×10", "attention 7/0")
 _EXPERTS = (CLEAN, "learning rate ×10", "batch ÷8", "balance loss off", "attention 7/7")
@@ -81,13 +70,8 @@ class Config:
         clean_steps: Of the clean runs, longer: what is healthy has time to drift.
         onset: First step with a fault.
         rescue_steps: Length of the runs of `rescue`.
-        batch: Sequences a step.
-        model: Shape; that of the runs with experts but for these.
-        optimizer: Optimizer and snapshot ring of every run.
-        monitor: What is measured.
-        alarms: Watching, and the pace of the ladder.
+        base: What all runs share, their alarms and the pace of the ladder included.
         cases: Names of the cases to run.
-        runs: Where the runs lie.
         results: Where the rows go.
         again: Whether recorded runs are judged anew.
     """
@@ -99,13 +83,8 @@ class Config:
     clean_steps: int = 4100
     onset: int = 500
     rescue_steps: int = 2000
-    batch: int = 16
-    model: GPTConfig = DENSE
-    optimizer: OptimizerConfig = OPTIMIZER
-    monitor: MonitorConfig = MONITOR
-    alarms: AlarmConfig = ALARMS
+    base: TrainConfig = BASE
     cases: tuple[str, ...] = tuple(CASES)
-    runs: Path = Path("runs/campaign")
     results: Path = Path("runs/campaign.jsonl")
     again: bool = False
 
@@ -123,24 +102,13 @@ def main(config: Config) -> Result:
 
 def plan(config: Config) -> tuple[list[tuple[str, TrainConfig]], list[tuple[str, TrainConfig]]]:
     """(case, run) of the verdicts; the same of the rescues, with the ladder at work."""
-    base = TrainConfig(
-        runs=config.runs,
-        batch=config.batch,
-        model=config.model,
-        optimizer=config.optimizer,
-        monitor=config.monitor,
-        disturbances=(),
-        alarms=config.alarms,
-        evaluate_every=25,
-        checkpoint_every=0,
-    )
     verdicts, rescues = [], []
     for name in config.cases:
         clean = truth_of(CASES[name]) == CLEAN
-        run = replace(base, steps=config.clean_steps if clean else config.steps)
+        run = replace(config.base, steps=config.clean_steps if clean else config.steps)
         for seed in config.clean_seeds if clean else config.seeds:
             verdicts.append((name, run_of(run, name, CASES[name], seed, config.onset)))
-    run = replace(base, steps=config.rescue_steps)
+    run = replace(config.base, steps=config.rescue_steps)
     for seed in config.seeds:
         faulty = run_of(run, f"rescue {RESCUED}", ARMS[RESCUED], seed, config.onset)
         rescues.append((RESCUED, acting(faulty, True)))
@@ -160,7 +128,7 @@ def acting(run: TrainConfig, act: bool) -> TrainConfig:
 
 def verdict(config: Config, name: str, settings: TrainConfig) -> Row:
     """The row of one run, recorded before or now."""
-    truth, warmup, alarms = truth_of(CASES[name]), config.optimizer.warmup, config.alarms
+    truth, warmup, alarms = truth_of(CASES[name]), settings.optimizer.warmup, settings.alarms
     run, steps = replayed(recorded(settings), warmup, alarms), settings.steps
     onset = steps if truth == CLEAN else config.onset
     row = judge(run, name, settings.seed, truth, onset, steps, warmup + alarms.window)

@@ -74,7 +74,7 @@ class Config:
 
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    file = config.moe.runs / "combined_fault.jsonl"
+    file = config.moe.base.runs / "combined_fault.jsonl"
     rows = judged_rows(config.moe, file, config.arms, config.seeds, config.rejudge)
     return ended(file, rows, headline, tables, figure)
 

@@ -34,9 +34,7 @@ import tyro
 from experiments.campaign import ALARMS
 from experiments.loop.acting import AlarmConfig
 from experiments.loop.faults import AttentionFault
-from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.step import MonitorConfig
-from experiments.support.arms import DENSE, MONITOR, OPTIMIZER, run_of
+from experiments.support.arms import SMALL, run_of
 from experiments.support.continuing import continue_all
 from experiments.support.ending import Result, ended
 from experiments.support.figures import curves
@@ -67,10 +65,16 @@ from experiments.support.states import grades_of_texts
 from experiments.support.tables import each, grouped, listed, table, value_of
 from experiments.support.text_mixes import MIXES, write_mixes
 from experiments.train import Config as TrainConfig
-from models.config import GPTConfig
 from stabmon.alarms.detectors.grades import grade_of
 
 Part = Literal["story", "ranking", "mixes"]
+# A factor that can be changed, where none will be too: one program for all.
+BASE = replace(
+    SMALL,
+    steps=800,
+    fault=AttentionFault(7, 7),
+    optimizer=replace(SMALL.optimizer, control=True),
+)
 CURVES = ("rank ratio of the worst layer", "attention entropy", "held-out loss")
 # Claims of the headline, and how they are put there.
 _SHORT = {FALLS: "the grade falls in", EARLY: "its alarm before the loss's in"}
@@ -86,42 +90,32 @@ class Config:
         arms: Of `grading.ARMS`, for the story.
         ranked: Those whose checkpoints are ranked and continued.
         seeds: Of initialisation and data order.
-        steps: Length of a run.
         onset: First step with a fault.
         ranked_at: Steps of the checkpoints that are ranked.
         continued: Steps that each of them goes on.
         mix_steps: Length of a run on one of the texts.
-        batch: Sequences a step.
-        model: Shape.
-        optimizer: Optimizer and snapshot ring.
-        monitor: What is measured.
+        base: What all runs share.
         alarms: Watching, and the pace of the ladder.
         rejudge: Whether recorded runs are judged, and their checkpoints ranked, anew.
-        runs: Where runs, rows, texts and figure lie.
     """
 
     parts: tuple[Part, ...] = ("story", "ranking", "mixes")
     arms: tuple[str, ...] = tuple(ARMS)
     ranked: tuple[str, ...] = ("learning rate ×40", "attention")
     seeds: tuple[int, ...] = (720, 721, 722)
-    steps: int = 800
     onset: int = 400
     ranked_at: tuple[int, ...] = (300, 400, 500, 600, 800)
     continued: int = 500
     mix_steps: int = 500
-    batch: int = 16
-    model: GPTConfig = DENSE
-    optimizer: OptimizerConfig = OPTIMIZER
-    monitor: MonitorConfig = MONITOR
+    base: TrainConfig = BASE
     alarms: AlarmConfig = ALARMS
     rejudge: bool = False
-    runs: Path = Path("runs")
 
 
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    file = config.runs / "grades.jsonl"
-    texts = write_mixes(config.runs / "grades-texts")
+    file = config.base.runs / "grades.jsonl"
+    texts = write_mixes(config.base.runs / "grades-texts")
     wanted = []
     plan: dict[Part, tuple[str, ...]]
     plan = {"story": config.arms, "ranking": config.ranked, "mixes": MIXES}
@@ -180,24 +174,16 @@ def train_config(
     """The training run of one arm, or on one of the texts without any fault."""
     mix, arm = part == "mixes", "clean" if part == "mixes" else name
     every = 0 if mix or arm not in config.ranked else gcd(*config.ranked_at)
-    base = TrainConfig(
-        runs=config.runs,
+    run = replace(
+        config.base,
         data=texts[name] if mix else None,
-        steps=config.mix_steps if mix else config.steps,
-        batch=config.batch,
-        model=config.model,
-        # A factor that can be changed, where none will be too: the same program for all.
-        optimizer=replace(config.optimizer, control=True),
-        monitor=config.monitor,
-        fault=AttentionFault(7, 7),
-        disturbances=(),
+        steps=config.mix_steps if mix else config.base.steps,
         alarms=config.alarms if acts(arm) else AlarmConfig(),
-        evaluate_every=25,
         checkpoint_every=config.alarms.dwell // 2 if acts(arm) else every,
         keep=0,
     )
     label = f"grades text {name}" if mix else f"grades {name}"
-    return run_of(base, label, ARMS[arm], seed, config.onset)
+    return run_of(run, label, ARMS[arm], seed, config.onset)
 
 
 def tables(rows: list[Row]) -> str:

@@ -101,7 +101,7 @@ class Config:
 
 def main(config: Config) -> Result:
     """Run what is not there yet, print the tables and draw the figure."""
-    file = config.moe.runs / "router_fault.jsonl"
+    file = config.moe.base.runs / "router_fault.jsonl"
     rows = judged_rows(config.moe, file, config.arms, config.seeds, config.rejudge)
     for seed in config.seeds:
         for branch in config.branches:

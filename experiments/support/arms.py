@@ -14,11 +14,17 @@ from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from stabmon.alarms.signatures import Fault
 
-# The small model of the campaign and the grades; with experts that of the router.
-DENSE = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")
+# The run of the campaign and the grades; with experts that of the router.
+SMALL = TrainConfig(
+    batch=16,
+    model=GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash"),
+    optimizer=OptimizerConfig(learning_rate=2e-3, every=25, keep=8),
+    monitor=MonitorConfig(lags=(50, 200), delta=25, activations=25),
+    disturbances=(),
+    evaluate_every=25,
+    checkpoint_every=0,
+)
 EXPERTS = {"experts": 8, "feedforward": 128}
-OPTIMIZER = OptimizerConfig(learning_rate=2e-3, every=25, keep=8)
-MONITOR = MonitorConfig(lags=(50, 200), delta=25, activations=25)
 CLEAN = "clean"
 _FAULTS: dict[Kind, Fault] = {
     "learning rate": Fault.LEARNING_RATE,

@@ -15,19 +15,7 @@ from pathlib import Path
 
 from experiments.loop.acting import AlarmConfig
 from experiments.loop.faults import AttentionFault
-from experiments.loop.optimizer import OptimizerConfig
-from experiments.loop.step import MonitorConfig
-from experiments.support.arms import (
-    ARMS,
-    CLEAN,
-    DENSE,
-    EXPERTS,
-    MONITOR,
-    OPTIMIZER,
-    faults_of,
-    run_of,
-    truth_of,
-)
+from experiments.support.arms import ARMS, CLEAN, EXPERTS, SMALL, faults_of, run_of, truth_of
 from experiments.support.figures import curve
 from experiments.support.judging import alarm_events, first_outside, judge, replayed
 from experiments.support.recorded import Row, held_out, mean_from, measured, recorded, settings_row
@@ -35,11 +23,10 @@ from experiments.support.states import router_on_text
 from experiments.support.tables import crossed, grouped, listed
 from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
-from models.config import GPTConfig
 from stabmon.alarms.reference import Judged, Reference, learn
 from stabmon.runs.run import Run
 
-MODEL = replace(DENSE, **EXPERTS)
+BASE = replace(SMALL, steps=800, model=replace(SMALL.model, **EXPERTS), fault=AttentionFault(7, 7))
 # Its name for people: the key, and whether the run's own level is taken off first. The lag of the
 # spectra is the longest that is measured.
 MONITORS: dict[str, tuple[str, Judged]] = {
@@ -94,48 +81,27 @@ class MoEConfig:
     """What all arms share.
 
     Attributes:
-        steps: Length of a run.
+        base: The run.
         onset: First step with a fault.
-        batch: Sequences a step.
-        model: Shape.
-        optimizer: Optimizer and snapshot ring.
-        monitor: What is measured.
         window: Steps of the healthy window after the warm-up, by which alarms judge.
         reference_seeds: Clean runs that the bands are learned from.
-        runs: Where runs lie.
     """
 
-    steps: int = 800
+    base: TrainConfig = BASE
     onset: int = 400
-    batch: int = 16
-    model: GPTConfig = MODEL
-    optimizer: OptimizerConfig = OPTIMIZER
-    monitor: MonitorConfig = MONITOR
     window: int = 200
     reference_seeds: tuple[int, ...] = (710, 711, 712, 713)
-    runs: Path = Path("runs")
 
     def key(self, pattern: str) -> str:
         """A key with the longest lag that is measured in place of the star."""
-        lags = self.monitor.lags or (self.optimizer.every * self.optimizer.keep,)
+        ring = self.base.optimizer
+        lags = self.base.monitor.lags or (ring.every * ring.keep,)
         return pattern.replace("*", str(max(lags)))
 
 
 def train_config(moe: MoEConfig, arm: str, seed: int) -> TrainConfig:
     """The training run of one arm and seed."""
-    base = TrainConfig(
-        runs=moe.runs,
-        steps=moe.steps,
-        batch=moe.batch,
-        model=moe.model,
-        optimizer=moe.optimizer,
-        monitor=moe.monitor,
-        fault=AttentionFault(7, 7),
-        disturbances=(),
-        evaluate_every=25,
-        checkpoint_every=0,
-    )
-    return run_of(base, f"moe {arm}", ARMS[arm], seed, moe.onset)
+    return run_of(moe.base, f"moe {arm}", ARMS[arm], seed, moe.onset)
 
 
 def judged_rows(
@@ -163,10 +129,11 @@ def judged_row(moe: MoEConfig, arm: str, seed: int) -> Row:
     """What came of one run."""
     settings = train_config(moe, arm, seed)
     whole = recorded(settings)
-    run = replayed(whole, moe.optimizer.warmup, AlarmConfig(window=moe.window))
-    start = moe.optimizer.warmup + moe.window
-    onset, since = (moe.steps, start) if arm == CLEAN else (moe.onset, moe.onset)
-    verdict = judge(run, arm, seed, truth_of(ARMS[arm]), onset, moe.steps, start)
+    run = replayed(whole, moe.base.optimizer.warmup, AlarmConfig(window=moe.window))
+    start = moe.base.optimizer.warmup + moe.window
+    onset, since = (moe.base.steps, start) if arm == CLEAN else (moe.onset, moe.onset)
+    verdict = judge(run, arm, seed, truth_of(ARMS[arm]), onset, moe.base.steps, start)
+    late = moe.base.steps - LATE_STEPS
     outside = first_outside(run, reference(moe))
     left = {name: outside.get(moe.key(key)) for name, (key, _) in MONITORS.items()}
     of = lambda x, value: None if x is None else value(x)
@@ -175,7 +142,7 @@ def judged_row(moe: MoEConfig, arm: str, seed: int) -> Row:
         "arm": arm,
         "seed": seed,
         "onset": moe.onset,
-        "steps": moe.steps,
+        "steps": moe.base.steps,
         "held_out": held_out(whole),
         "faults": [str(x) for x in faults_of(ARMS[arm])],
         "verdict": verdict,
@@ -184,9 +151,7 @@ def judged_row(moe: MoEConfig, arm: str, seed: int) -> Row:
         "bands": {name: of(x, lambda x: x.step - moe.onset) for name, x in left.items()},
         "directions": {name: of(x, lambda x: x.direction) for name, x in left.items()},
         "after": {name: mean_from(run, key, moe.onset + 1) for name, key in AFTER.items()},
-        "late": {
-            name: mean_from(run, moe.key(key), moe.steps - LATE_STEPS) for name, key in LATE.items()
-        },
+        "late": {name: mean_from(run, moe.key(key), late) for name, key in LATE.items()},
         "text": router_on_text(settings),
         "curves": {name: curve(run, moe.key(key), 50) for name, key in CURVES.items()},
     }
@@ -197,7 +162,7 @@ def reference(moe: MoEConfig) -> Reference:
     """The bands, learned from the clean runs of other seeds."""
     runs = [recorded(train_config(moe, CLEAN, seed)) for seed in moe.reference_seeds]
     keys: dict[str, Judged] = {moe.key(key): how for key, how in MONITORS.values()}
-    return learn(runs, keys, (moe.optimizer.warmup, moe.onset - 1))
+    return learn(runs, keys, (moe.base.optimizer.warmup, moe.onset - 1))
 
 
 def first_alarms(run: Run, since: int) -> list[tuple[int, str, str]]:

@@ -17,7 +17,7 @@ from experiments.attention_doses import (
 )
 from experiments.loop.step import make_step
 from experiments.support import recorded
-from experiments.support.attention import ARMS, MODELS, MONITORS, SPECTRA, clean_arm
+from experiments.support.attention import ARMS, DOSES, MODELS, MONITORS, SPECTRA, clean_arm
 from experiments.support.recorded import key
 from experiments.train import HELD_OUT, Result
 from models.config import GPTConfig
@@ -29,7 +29,9 @@ TOY = Config(
     more_seeds=(10, 11),
     onset=110,
     steps=400,
-    model=GPTConfig(layers=1, model=8, heads=2, context=8, backend="flash"),
+    base=dataclasses.replace(
+        DOSES, model=GPTConfig(layers=1, model=8, heads=2, context=8, backend="flash")
+    ),
     window=(60, 110),
 )
 KEYS = {key for key, _ in MONITORS.values()} | set(SPECTRA.values())
@@ -53,7 +55,8 @@ def made_up(settings):
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    config = dataclasses.replace(TOY, runs=tmp_path_factory.mktemp("doses"))
+    base = dataclasses.replace(TOY.base, runs=tmp_path_factory.mktemp("doses"))
+    config = dataclasses.replace(TOY, base=base)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recorded, "train", made_up)
         yield config, main(config)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from experiments.campaign import CASES, Config, figure, headline, main, plan, tables
+from experiments.campaign import BASE, CASES, Config, figure, headline, main, plan, tables
 from experiments.loop.acting import AlarmConfig
 from experiments.loop.faults import Disturbance, Scales, disturbed, scales
 from experiments.loop.optimizer import OptimizerConfig
@@ -24,11 +24,14 @@ TOY = Config(
     steps=60,
     clean_steps=60,
     onset=40,
-    batch=8,
-    model=GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash"),
-    optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
-    monitor=MonitorConfig(lags=(5,), delta=0, activations=0, weights=0, symptoms=1),
-    alarms=AlarmConfig(on=True, window=10),
+    base=dataclasses.replace(
+        BASE,
+        batch=8,
+        model=GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash"),
+        optimizer=OptimizerConfig(warmup=5, every=5, keep=2),
+        monitor=MonitorConfig(lags=(5,), delta=0, activations=0, weights=0, symptoms=1),
+        alarms=AlarmConfig(on=True, window=10),
+    ),
     cases=("clean", "learning rate ×10", "NaN in the gradient"),
 )
 BATCHES = [np.full((8, 5), step, np.int32) + 10 * np.arange(8)[:, None] for step in range(50)]
@@ -37,7 +40,8 @@ BATCHES = [np.full((8, 5), step, np.int32) + 10 * np.arange(8)[:, None] for step
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
     runs = tmp_path_factory.mktemp("campaign")
-    config = dataclasses.replace(TOY, runs=runs, results=runs / "campaign.jsonl")
+    base = dataclasses.replace(TOY.base, runs=runs)
+    config = dataclasses.replace(TOY, base=base, results=runs / "campaign.jsonl")
     return config, main(config).rows
 
 
@@ -49,17 +53,22 @@ def test_each_run_is_judged_and_the_faults_are_named(toy):
     assert [x["false_alarms"] for x in rows] == [[], [], []]
     assert [x["clean_steps"] for x in rows] == [45, 0, 0]
     assert [(row["seed"], row["right"]) for row in rows] == [(5, True)] * 3
-    assert (config.runs / "campaign.html").stat().st_size > 1e6
+    assert (config.base.runs / "campaign.html").stat().st_size > 1e6
 
 
 @pytest.mark.slow
 def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
     config, _ = toy
-    (row,) = read_jsonl(config.runs / "learning-rate-x10-seed5" / "faults.jsonl")
+    runs = config.base.runs
+    (row,) = read_jsonl(runs / "learning-rate-x10-seed5" / "faults.jsonl")
     assert row == {"kind": "learning rate", "amount": 10, "onset": 40, "end": None}
     key = "symptoms/global/update_norm/value"
     clean, faulty = (
-        dict(zip(*map(np.ndarray.tolist, load_run(config.runs / name).metrics[key]), strict=True))
+        dict(
+            zip(
+                *map(np.ndarray.tolist, load_run(config.base.runs / name).metrics[key]), strict=True
+            )
+        )
         for name in ("clean-seed5", "learning-rate-x10-seed5")
     )
     assert [clean[step] for step in range(1, 40)] == [faulty[step] for step in range(1, 40)]
@@ -70,7 +79,8 @@ def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
 def test_what_is_there_is_not_run_again_and_judged_anew_where_that_is_asked_for(toy, monkeypatch):
     config, rows = toy
     monkeypatch.setattr(recorded, "train", lambda _: pytest.fail("was run again"))
-    moved = dataclasses.replace(config, runs=config.runs / "nowhere")
+    base = dataclasses.replace(config.base, runs=config.base.runs / "nowhere")
+    moved = dataclasses.replace(config, base=base)
     assert main(moved).rows == rows
     before = len(read_jsonl(config.results))
     assert main(dataclasses.replace(config, again=True)).rows == rows

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from experiments.grades import Config, headline, main, tables, train_config
+from experiments.grades import BASE, Config, headline, main, tables, train_config
 from experiments.loop.acting import AlarmConfig
 from experiments.loop.checkpoints import Checkpoints
 from experiments.loop.data import load_corpus
@@ -25,22 +25,26 @@ TOY = Config(
     arms=("clean", "learning rate ×40"),
     ranked=("learning rate ×40",),
     seeds=(5,),
-    steps=60,
     onset=40,
     ranked_at=(20, 40, 60),
     continued=3,
     mix_steps=20,
-    batch=4,
-    model=GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash"),
-    optimizer=OptimizerConfig(warmup=5, every=5, keep=2, control=True),
-    monitor=MonitorConfig(lags=(5,), delta=5, activations=5, weights=0, symptoms=5),
+    base=dataclasses.replace(
+        BASE,
+        steps=60,
+        batch=4,
+        model=GPTConfig(layers=1, model=16, heads=2, context=16, backend="flash"),
+        optimizer=OptimizerConfig(warmup=5, every=5, keep=2, control=True),
+        monitor=MonitorConfig(lags=(5,), delta=5, activations=5, weights=0, symptoms=5),
+    ),
     alarms=AlarmConfig(on=True, window=10, watch=10, verify=10, dwell=10),
 )
 
 
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory):
-    config = dataclasses.replace(TOY, runs=tmp_path_factory.mktemp("grades"))
+    base = dataclasses.replace(TOY.base, runs=tmp_path_factory.mktemp("grades"))
+    config = dataclasses.replace(TOY, base=base)
     return config, main(config)
 
 
@@ -107,7 +111,7 @@ def test_the_rank_of_a_trained_model_is_that_of_its_worst_layer(moe, tmp_path):
 
 
 def test_arms_are_one_program_but_for_what_they_say(tmp_path):
-    config = dataclasses.replace(TOY, runs=tmp_path)
+    config = dataclasses.replace(TOY, base=dataclasses.replace(TOY.base, runs=tmp_path))
     clean = train_config(config, "story", "clean", 5, {})
     for name, arm in ARMS.items():
         one = train_config(config, "story", name, 5, {})

@@ -34,7 +34,7 @@ def test_alarms_are_replayed_as_they_were_raised(moe):
     alarms = AlarmConfig(on=True, window=moe.window)
     settings = train_config(moe, "learning rate ×40", 5)
     watched = recorded(dataclasses.replace(settings, name="watched", alarms=alarms))
-    silent = replayed(recorded(settings), moe.optimizer.warmup, alarms)
+    silent = replayed(recorded(settings), moe.base.optimizer.warmup, alarms)
     assert said(silent)
     assert said(silent) == said(watched)
 

@@ -40,7 +40,7 @@ def test_a_row_says_what_alarms_bands_and_the_router_made_of_a_run(moe):
     assert row["directions"]["update ratio"] == "up"
     assert 0 < row["text"]["entropy"] < np.log(4)
     assert row["held_out"] > 0
-    assert load_run(moe.runs / "moe-clean-seed6").events[-1]["kind"] == "finished"
+    assert load_run(moe.base.runs / "moe-clean-seed6").events[-1]["kind"] == "finished"
 
 
 @pytest.mark.slow
