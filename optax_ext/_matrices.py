@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from stabmon.layout import (
     CANONICAL,
     GROUPS,
-    PRESETS,
+    LIBRARIES,
     Layout,
     Rule,
     Select,
@@ -263,7 +263,7 @@ def _is_of_roles(path: str, rules: Sequence[Rule], roles: set[str]) -> bool:
 
 def _has_known_names(leaves: Sequence[tuple[str, Any]]) -> bool:
     """Whether any leaf has a name of a preset layout."""
-    return any(_rules(path, np.ndim(leaf), layout) for layout in PRESETS for path, leaf in leaves)
+    return any(_rules(path, np.ndim(leaf), layout) for layout in LIBRARIES for path, leaf in leaves)
 
 
 def _plain_matrices(leaves: Sequence[tuple[str, Any]]) -> list[bool]:

@@ -1,8 +1,9 @@
 """Sizes of named axes, from the shapes of the leaves that have them.
 
 A leaf's axes are written as in einops, `(n h)` for an axis that holds n blocks of h, with one
-addition: `h+p` is an axis of which the first h entries belong to h and the rest to p. Here is the
-arithmetic of such patterns. Which leaf has which pattern is `rules.py` and `layout.py`.
+addition: `h+p` is an axis of which the first h entries belong to h and the rest to p. A number is
+an axis of that size. Here is the arithmetic of such patterns. Which leaf has which pattern is
+`rules.py` and `layout.py`.
 """
 
 import re
@@ -75,8 +76,13 @@ def solve(
 
     >>> solve([Equation(read("(n h)"), 24, "q"), Equation(read("(k h)"), 8, "k")], {"n": 6})
     ({'n': 6, 'h': 4, 'k': 2}, [])
+    >>> solve([Equation(read("(n+k+k h)"), 40, "qkv")], {"n": 6, "h": 4})
+    ({'n': 6, 'h': 4, 'k': 2}, [])
     """
+    equations = list(equations)
     known = {name: (size, "as given") for name, size in given.items()}
+    letters = {name for e in equations for summands in e.product for name in summands}
+    known |= {name: (int(name), "as written") for name in letters if name.isdigit()}
     first: dict[tuple[Product, bool], Equation] = {}
     rest = []
     for equation in equations:
@@ -92,14 +98,15 @@ def solve(
     while True:
         still = [equation for equation in rest if not _use(equation, known)]
         if len(still) == len(rest):
-            return {name: size for name, (size, _) in known.items()}, rest
+            sizes = {name: size for name, (size, _) in known.items() if not name.isdigit()}
+            return sizes, rest
         rest = still
 
 
 def unknown(equations: Sequence[Equation], sizes: Mapping[str, int]) -> list[str]:
     """Names in the equations whose sizes are not known, in their order."""
     names = (name for e in equations for summands in e.product for name in summands)
-    return list(dict.fromkeys(name for name in names if name not in sizes))
+    return list(dict.fromkeys(x for x in names if x not in sizes and not x.isdigit()))
 
 
 def _use(equation: Equation, known: dict[str, tuple[int, str]]) -> bool:
@@ -120,10 +127,11 @@ def _use(equation: Equation, known: dict[str, tuple[int, str]]) -> bool:
             raise _misfit(equation, total, known)
         return True
     missing = [name for summands in free for name in summands if name not in known]
-    if len(missing) > 1:
+    if len(free) > 1 or len({*missing}) > 1:
         return False
-    found = total // rest - size(free[0])
-    if total % rest or found < 1:
+    left = total // rest - size(free[0])
+    found = left // len(missing)
+    if total % rest or left % len(missing) or found < 1:
         raise _misfit(equation, total, known)
     known[missing[0]] = found, f"from {source}"
     return True

@@ -1,23 +1,23 @@
 """Where the query, key, value, output, MLP and router matrices lie in a parameter tree.
 
 A `Layout` is data: a set of `Rule`s (`rules.py`), each a path with an einops pattern to canonical
-axes; `find_layout` picks one of `libraries.py`. Nothing is ever guessed from the number of
-dimensions; a leaf that no rule fits is left out and reported, and shapes that contradict the rules
-are an error. What is measured on the collected matrices is decided in `monitor.py`.
+axes; `find_layout` (`find.py`) picks one of `libraries.py`. Nothing is ever guessed from the number
+of dimensions; a leaf that no rule fits is left out and reported, and shapes that contradict the
+rules are an error. What is measured on the collected matrices is decided in `monitor.py`.
 """
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from jaxtyping import Array, PyTree
 
-from stabmon.layout.axes import Equation, Misfit, unknown
-from stabmon.layout.gather import Found, compose, gather, is_whole, match, needed, resolve
-from stabmon.layout.libraries import TABLE
-from stabmon.layout.paths import leaves_with_paths
-from stabmon.layout.rules import CANONICAL, FACTORS, GROUPS, LATENT, SCALES, Rule
+from stabmon.layout.compose import compose
+from stabmon.layout.gather import gather
+from stabmon.layout.match import Found, layers_of, match, resolve
+from stabmon.layout.paths import parameters
+from stabmon.layout.rules import CANONICAL, FACTORS, GROUPS, LATENT, OUTER, SCALES, Rule
+from stabmon.layout.suspects import refuse_suspects
 
 _ROLES = tuple(role for role in CANONICAL if role not in LATENT)
 
@@ -33,7 +33,11 @@ class Layout:
             query heads, k the kv heads.
         left_out: Filled by `find_layout`: (path, reason) of every leaf, or part of one, that no
             rule takes.
-        requires: Path of a leaf without which `find_layout` does not consider this layout.
+        requires: Path of a leaf, as in `Rule`, without which `find_layout` does not consider this
+            layout.
+        ignores: Paths, as in `Rule`, of leaves beside q and k that are known not to change their
+            product.
+        refuses: Why no product of queries and keys can be read off a tree that this fits.
     """
 
     name: str
@@ -41,29 +45,77 @@ class Layout:
     sizes: tuple[tuple[str, int], ...] = ()
     left_out: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     requires: str = ""
+    ignores: tuple[str, ...] = ()
+    refuses: str = ""
+
+    @property
+    def qk_norm(self) -> bool:
+        """Whether queries or keys pass a norm with a learnable scale before their product."""
+        return self.has("q_scale") or self.has("k_scale")
+
+    def has(self, role: str) -> bool:
+        """Whether there is a rule for a role; after `find_layout`: whether the tree has it.
+
+        Raises:
+            ValueError: The role is unknown.
+
+        >>> Layout("mine", (Rule("q", "h/*/q", "d n h -> n d h"),)).has("router")
+        False
+        """
+        if role not in CANONICAL | OUTER | SCALES:
+            raise ValueError(f"unknown role {role!r}; one of {', '.join(CANONICAL | OUTER)}")
+        return any(role in rule.roles for rule in self.rules)
+
+    def layers(self, params: PyTree) -> dict[str, tuple[int, ...]]:
+        """The layers that each role is in; entry i of a collected stack is the i-th of them."""
+        return layers_of(self._found(params))
+
+    def check(self, params: PyTree) -> None:
+        """Whether this layout describes a tree, as `find_layout` asks of those that it returns.
+
+        Raises:
+            ValueError: The layout is of models that are refused; a rule matches nothing; queries
+                and keys are of different layers; or a leaf beside them that no rule takes may
+                change their product, such as a norm scale.
+        """
+        if self.refuses:
+            raise ValueError(f"layout {self.name!r}: {self.refuses}; declare a layout of your own")
+        found = self._found(params)
+        if idle := [rule for rule in self.rules if all(rule != item.rule for item in found)]:
+            raise ValueError(
+                f"layout {self.name!r}: nothing in the tree matches the rule for {idle[0].role!r}, "
+                f"{idle[0].path!r} with axes '{idle[0].left}'; correct its path, or drop it"
+            )
+        _check_aligned(self.name, found)
+        refuse_suspects(self.name, self.ignores, found, parameters(params))
 
     def collect(
         self, params: PyTree, roles: Iterable[str] | None = None, *, fold: bool = True
     ) -> dict[str, Array]:
         """Every role's matrices on canonical axes behind a layer axis, e.g. q: (L, N, D, H).
 
+        Those outside of the layers have none and come on request alone: embedding, head: (V, D).
+        Layers are those that have the role, in their order; `layers` has their numbers.
+
         With `fold`, q, k and v are what acts on the normalised stream: columns times the learnable
-        query-key norm scale, and for latent attention down · diag(norm scale) · up, each in
-        float32. RoPE is not in them: it acts after the projection. The maps are then not linear in
-        the leaves, so a change of q is `difference`, not `collect` of a change.
+        query-key norm scale (of a LayerNorm: without their mean first), and for latent attention
+        down · diag(norm scale) · up, each in float32. RoPE is not in them: it acts after the
+        projection. The maps are then not linear in the leaves, so a change of q is `difference`,
+        not `collect` of a change.
 
         Leaves of separate layers are stacked. Roles without a leaf are absent, and so are masked
         leaves. Jit-able.
 
         Args:
             params: Parameter tree.
-            roles: Keys of `CANONICAL`; None: all but the factors of latent attention.
+            roles: Keys of `CANONICAL` and `OUTER`; None: those of `CANONICAL` but the factors of
+                latent attention.
             fold: Whether to fold and compose. Without it each role is its leaves and nothing else,
                 the factors of latent attention among them: for gradients and updates.
 
         Raises:
             ValueError: A leaf's shape does not fit its pattern or the other leaves, layers differ
-                in shape, or a factor is missing.
+                in shape, a factor is missing, or queries and keys are of different layers.
 
         References:
             arXiv 2606.28116, the variants of its monitors; arXiv 2405.04434, latent attention.
@@ -73,8 +125,9 @@ class Layout:
             wanted = self._known(CANONICAL if roles is None else roles)
             return gather(self.name, found, wanted, sizes)
         wanted = self._known(_ROLES if roles is None else roles)
+        _check_aligned(self.name, found, wanted)
         parts = gather(self.name, found, self._parts(wanted), sizes, shift=True)
-        whole = {role: compose(self.name, role, parts) for role in wanted}
+        whole = {role: self._compose(role, parts) for role in wanted}
         return {role: matrices for role, matrices in whole.items() if matrices is not None}
 
     def difference(
@@ -98,15 +151,19 @@ class Layout:
             the first alone.
 
         Raises:
-            ValueError: As `collect`; or `delta` has some factors of a product, but not all.
+            ValueError: As `collect`; or `delta` has some factors of a product, or some layers of a
+                role, but not all.
         """
         found, sizes = self._match(params)
         wanted = self._known(_ROLES if roles is None else roles)
+        _check_aligned(self.name, found, wanted)
+        changed = self._found(delta)
+        _check_whole(self.name, layers_of(found), layers_of(changed), self._parts(wanted))
         chain = self._parts(wanted)
         parts = gather(self.name, found, chain, sizes, shift=True)
-        moves = gather(self.name, self._found(delta), chain, sizes)
-        now = {role: compose(self.name, role, parts) for role in wanted}
-        moved = {role: compose(self.name, role, parts, moves) for role in wanted}
+        moves = gather(self.name, changed, chain, sizes)
+        now = {role: self._compose(role, parts) for role in wanted}
+        moved = {role: self._compose(role, parts, moves) for role in wanted}
         present = lambda whole: {role: x for role, x in whole.items() if x is not None}
         return present(now), present(moved)
 
@@ -120,7 +177,7 @@ class Layout:
             ValueError: A group is neither a role nor one of attention, mlp, router, all, qk.
         """
         known = GROUPS | {"qk": (*FACTORS["q"], *FACTORS["k"])}
-        known |= {role: FACTORS.get(role, (role,)) for role in CANONICAL}
+        known |= {role: FACTORS.get(role, (role,)) for role in CANONICAL | OUTER}
         if missing := [group for group in groups if group not in known]:
             names = ", ".join(known)
             raise ValueError(f"unknown group of matrices {missing[0]!r}; one of {names}")
@@ -134,7 +191,7 @@ class Layout:
         return found, resolve(self.name, found, dict(self.sizes))[0]
 
     def _found(self, tree: PyTree) -> list[Found]:
-        found, misfits = match(self.rules, leaves_with_paths(tree))
+        found, misfits = match(self.rules, parameters(tree))
         for path in misfits.keys() - dict(self.left_out).keys():
             raise ValueError(
                 f"layout {self.name!r}: {path} {misfits[path]}; declare a rule that fits, or drop "
@@ -145,141 +202,65 @@ class Layout:
     @staticmethod
     def _known(roles: Iterable[str]) -> list[str]:
         wanted = list(roles)
-        if missing := [role for role in wanted if role not in CANONICAL]:
-            raise ValueError(f"unknown roles {missing}; some of {', '.join(CANONICAL)}")
+        if missing := [role for role in wanted if role not in CANONICAL | OUTER]:
+            raise ValueError(f"unknown roles {missing}; some of {', '.join(CANONICAL | OUTER)}")
         return wanted
+
+    def _compose(
+        self, role: str, parts: Mapping[str, Array], moves: Mapping[str, Array] | None = None
+    ) -> Array | None:
+        centred = {rule.roles[0]: rule.centred for rule in self.rules if rule.centred}
+        return compose(self.name, role, parts, moves, centred)
 
     @staticmethod
     def _parts(roles: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(part for role in roles for part in FACTORS.get(role, (role,))))
 
 
-PRESETS: tuple[Layout, ...] = tuple(
-    Layout(preset.name, preset.rules, requires=preset.requires) for preset in TABLE
-)
+def _check_aligned(name: str, found: Sequence[Found], roles: Iterable[str] = ("q", "k")) -> None:
+    """Queries, keys and all that each is a product of are of the same layers."""
+    layers = layers_of(found)
+    parts = {part for role in ("q", "k") if role in roles for part in FACTORS[role]}
+    here = {part: layers[part] for part in FACTORS["q"] + FACTORS["k"] if part in layers}
+    here = {part: numbers for part, numbers in here.items() if part in parts}
+    if len({*here.values()}) > 1:
+        counts = ", ".join(f"{part} in {shortened(x)}" for part, x in here.items())
+        raise ValueError(
+            f"layout {name!r}: queries and keys are of different layers: {counts}; a matrix is "
+            "missing or named differently, or layers share their keys; write rules for the layers "
+            "that have both"
+        )
 
 
-def find_layout(
-    params: PyTree,
-    presets: Sequence[Layout] = PRESETS,
-    *,
-    heads: int | None = None,
-    kv_heads: int | None = None,
-    sizes: Mapping[str, int] | None = None,
-) -> Layout:
-    """The preset whose rules take the most leaves of `params`, with what it leaves out and why.
+def _check_whole(
+    name: str,
+    now: Mapping[str, tuple[int, ...]],
+    moved: Mapping[str, tuple[int, ...]],
+    roles: Iterable[str],
+) -> None:
+    """What moved of a role, moved in all of its layers."""
+    for role in roles:
+        if role in moved and moved[role] != now.get(role):
+            raise ValueError(
+                f"layout {name!r}: the change holds {role!r} in {shortened(moved[role])}, the "
+                f"parameters in {shortened(now.get(role, ()))}; keep all layers: "
+                "track_delta(select=layout.selects('qk'))"
+            )
 
-    Where all heads lie in one axis (Hugging Face), shapes do not tell how many there are, unless
-    a query-key norm gives the head dim; then `heads` is needed, as the model's config has it.
 
-    Args:
-        params: Parameter tree; arrays or `jax.ShapeDtypeStruct` leaves.
-        presets: Layouts to choose from.
-        heads: Query heads N.
-        kv_heads: Key-value heads K, to be checked; it follows from N.
-        sizes: Sizes of other axes by their letter in the rules.
+def shortened(layers: Sequence[int]) -> str:
+    """Layer numbers for messages.
 
-    Raises:
-        ValueError: No preset finds both query and key matrices, shapes contradict it or each
-            other, or a size is needed.
-
-    >>> import jax.numpy as jnp
-    >>> attn = {name: {"kernel": jnp.zeros((2, 8, 4, 2))} for name in "qkv"}
-    >>> layout = find_layout({"layers": {"attn": attn}, "norm": {"scale": jnp.ones(8)}})
-    >>> layout.name, layout.left_out
-    ('scanned GPT', (('norm/scale', 'no rule for shape (8,)'),))
-    >>> weight = {"c_attn": {"weight": jnp.zeros((8, 24))}}
-    >>> find_layout({"h": {"0": {"attn": weight}}}, heads=4).sizes
-    (('n', 4), ('three', 3), ('h', 2))
+    >>> shortened((0, 1, 2, 4)), shortened(())
+    ('layers 0-2, 4', 'no layer')
     """
-    given = {"n": heads, "k": kv_heads, **(sizes or {})}
-    given = {name: size for name, size in given.items() if size is not None}
-    leaves = leaves_with_paths(params)
-    candidates = _candidates(leaves, presets)
-    if not candidates:
-        seen = ", ".join(f"{path} {tuple(leaf.shape)}" for path, leaf in leaves[:12])
-        raise ValueError(
-            f"no preset layout ({', '.join(x.name for x in presets)}) finds query and key "
-            f"matrices among {len(leaves)} leaves: {seen}{' …' if len(leaves) > 12 else ''}; "
-            "declare Layout('mine', (Rule('q', 'path/*/to/kernel', 'd n h -> n d h'), …))"
-        )
-    fitting, misfit = [], None
-    for layout, found in candidates:
-        if fitting and _count(found) < _count(fitting[0].found):
-            break
-        try:
-            sizes = dict(layout.sizes) | given
-            fitting.append(_Fit(layout, found, *resolve(layout.name, found, sizes)))
-        except Misfit as error:
-            misfit = misfit or error
-    if misfit and not fitting:
-        raise misfit
-    best = fitting[0]
-    other = [fit for fit in fitting if (fit.sizes, fit.rest) != (best.sizes, best.rest)]
-    if best.rest or (other and not best.layout.requires):
-        rest = best.rest or other[0].rest
-        missing = unknown(rest, best.sizes) or ["n"]
-        source = f": {rest[0].source}, axes '{rest[0].axes}'" if rest else ""
-        raise ValueError(
-            f"layout {best.layout.name!r}: shapes do not tell the size of {', '.join(missing)}"
-            f"{source}; {needed(missing)}"
-        )
-    return best.as_layout(leaves)
-
-
-class _Fit(NamedTuple):
-    """A layout without contradictions in the tree."""
-
-    layout: Layout
-    found: list[Found]
-    sizes: dict[str, int]
-    rest: list[Equation]
-
-    def as_layout(self, leaves: Sequence[tuple[str, Any]]) -> Layout:
-        """The layout with the sizes of composed axes and what it leaves out."""
-        cut = {axis for item in self.found for axis in item.rule.cuts}
-        return replace(
-            self.layout,
-            sizes=tuple((axis, size) for axis, size in self.sizes.items() if axis in cut),
-            left_out=tuple(_left_out(self.layout.rules, self.found, leaves)),
-        )
-
-
-def _left_out(
-    rules: Sequence[Rule], found: Sequence[Found], leaves: Sequence[tuple[str, Any]]
-) -> Iterator[tuple[str, str]]:
-    """Leaves that no rule takes, and parts of leaves that are in no matrix, with the reason."""
-    _, misfits = match(rules, leaves)
-    taken: dict[str, list[Rule]] = {}
-    for item in found:
-        taken.setdefault(item.path, []).append(item.rule)
-    for path, leaf in leaves:
-        if path not in taken:
-            yield path, misfits.get(path, f"no rule for shape {tuple(leaf.shape)}")
-            continue
-        named = {axis for rule in taken[path] for axis in re.split(r"\W+", rule.right)}
-        parts = [axis for axis in re.split(r"\W+", taken[path][0].left) if axis not in {*named, ""}]
-        if parts:
-            yield path, f"its part {', '.join(parts)} of '{taken[path][0].left}' is in no matrix"
-
-
-def _candidates(
-    leaves: Sequence[tuple[str, Any]], presets: Sequence[Layout]
-) -> list[tuple[Layout, list[Found]]]:
-    """Layouts that find queries and keys with the leaves they take, those with most first."""
-    candidates = []
-    for layout in presets:
-        if layout.requires:
-            marker = re.escape(layout.requires).replace(r"\*", r"\d+")
-            if not any(re.search(rf"(?:^|/){marker}$", p.replace(".", "/")) for p, _ in leaves):
-                continue
-        found, _ = match(layout.rules, leaves)
-        roles = {role for item in found for role in item.rule.roles}
-        if is_whole("q", roles) and is_whole("k", roles):
-            candidates.append((layout, found))
-    return sorted(candidates, key=lambda x: (-_count(x[1]), not x[0].requires))
-
-
-def _count(found: Sequence[Found]) -> int:
-    """How many leaves there are."""
-    return len({item.path for item in found})
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    if not runs:
+        return "no layer"
+    text = ", ".join(str(x[0]) if len(x) == 1 else f"{x[0]}-{x[-1]}" for x in runs)
+    return f"layer {text}" if len(layers) == 1 else f"layers {text}"

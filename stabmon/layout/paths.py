@@ -4,6 +4,7 @@ What the leaves are is `layout.py`.
 """
 
 import re
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
+_OPTIMIZER = ("opt_state", "optimizer_state")
 Select = str | Callable[[str, Any], bool] | PyTree[bool] | None
 
 
@@ -29,6 +31,26 @@ def path_name(path: Sequence[Any]) -> str:
         case [jax.tree_util.FlattenedIndexKey()] | [jax.tree_util.GetAttrKey(name="value")]:
             path = path[:-1]
     return jax.tree_util.keystr(tuple(path), simple=True, separator="/")
+
+
+def parameters(tree: PyTree) -> list[tuple[str, Any]]:
+    """The arrays of a tree with their paths, without those of an optimizer's state.
+
+    A tree is a dict, a `FrozenDict`, a `TrainState`, an Equinox module, an NNX module or its state,
+    or anything else with arrays, or their shapes, as leaves.
+
+    >>> import numpy as np
+    >>> state = {"params": {"w": np.ones(2)}, "opt_state": {"mu": {"w": np.ones(2)}}, "f": len}
+    >>> [path for path, _ in parameters(state)]
+    ['params/w']
+    """
+    nnx = sys.modules.get("flax.nnx")
+    if nnx is not None and isinstance(tree, nnx.Module):
+        tree = nnx.state(tree)
+    leaves = leaves_with_paths(tree)
+    arrays = [(path, x) for path, x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
+    mine = [(path, x) for path, x in arrays if path.split("/")[0] not in _OPTIMIZER]
+    return mine or arrays
 
 
 def selection(params: PyTree, select: Select) -> PyTree[bool]:

@@ -1,7 +1,7 @@
 """`Rule`: one family of matrices in a parameter tree, and the axes on which it is handed out.
 
-Data and pattern matching only. How leaves are cut, composed and put in a stack is `layout.py`,
-the rules of known libraries are `presets.py`.
+What lives here: roles with their canonical axes, and pattern matching. What does not: how leaves
+are cut and put in a stack (`gather.py`), the rules of known libraries (`libraries.py`).
 """
 
 import re
@@ -31,6 +31,8 @@ CANONICAL = {
     "expert_gate": "e d f",
     "expert_down": "e f d",
 }
+# Matrices outside of the layers, one each; `collect` hands them out on request alone.
+OUTER = {"embedding": "vocab d", "position": "t d", "head": "vocab d"}
 # Learnable norm scales that are folded into a product; one vector, or one for each head.
 SCALES = {
     "q_scale": ("h", "n h"),
@@ -53,6 +55,12 @@ GROUPS = {
 GROUPS["all"] = tuple(CANONICAL)
 # Other letters for an axis where it differs: K kv heads for n, V the values' head dim for h.
 _ALIASES = {"n": ("k",), "h": ("v",)}
+_NAMES = {
+    "q": {"q", "query", "queries", "q_proj", "query_proj", "wq", "w_q", "q_einsum"},
+    "k": {"k", "key", "keys", "k_proj", "key_proj", "wk", "w_k"},
+    "v": {"v", "value", "values", "v_proj", "value_proj", "wv", "w_v"},
+    "o": {"o", "out", "o_proj", "out_proj", "output_proj", "wo", "w_o"},
+}
 
 
 @dataclass(frozen=True)
@@ -60,17 +68,30 @@ class Rule:
     """One matrix family.
 
     Attributes:
-        role: A key of `CANONICAL` or `SCALES`; or several, where one leaf holds several families
-            along one axis: ("q", "k", "v").
+        role: A key of `CANONICAL`, `OUTER` or `SCALES`; or several of one form, where one leaf
+            holds several families: ("q", "k", "v").
         path: Path of the leaf, `/`-separated; `*` stands for the layer number, a second `*` for
-            the expert number. Matches at the end of a longer path, so a wrapper around the
-            parameters does no harm. The dots of a flat state dict count as `/`.
-        pattern: einops pattern from the leaf's axes to the canonical ones, with a leading `l` on
-            both sides where layers are stacked in one leaf, and on the right the axis of several
-            roles before all others: "l d three n h -> three l n d h". `h+p` is an axis of two
-            parts, of which the right side may name one. In rules of k and v, n is K. The letters
-            k for n and v for h name axes that are not as long as the query's; (k g) stands for n.
+            that of the expert or head, `?` for any part of one name. Matches at the end of a
+            longer path, so a wrapper around the parameters does no harm. The dots of a flat state
+            dict count as `/`.
+        pattern: einops pattern from the leaf's axes to the canonical ones, with an `l` on both
+            sides where layers are stacked in one leaf. `h+p` is an axis of two parts, of which the
+            right side names one. Several roles either have an axis of their own, on the right
+            before all others: "l d three n h -> three l n d h"; or lie end to end, in their order,
+            and the right side is that of the first: "(n+k+k h) d -> n d h". In rules of k and v,
+            n is K. The letters k for n and v for h name axes that are not as long as the query's;
+            a composed axis such as (k g) stands for n.
         plus: What a scale adds to its parameter: 1 where it is stored as its difference from 1.
+        centred: Axes over which the norm of this scale subtracts the mean first, "h" or "n h":
+            those of a LayerNorm.
+        layers: (first, step): entry i of a stack, or the leaf numbered i, is layer
+            first + i·step. A path as `first` is that of the stack whose layers come before:
+            ("dense_layers", 1). With both an `l` and a `*`, the stack is of blocks, and `*` is the
+            place in a block.
+
+    Raises:
+        ValueError: The role is unknown, the pattern does not lead to its canonical axes, or the
+            path is named after another role.
 
     >>> rule = Rule(("q", "k", "v"), "h/*/attn/c_attn/weight", "d (three n h) -> three n d h")
     >>> rule.layer("transformer.h.11.attn.c_attn.weight"), rule.rank
@@ -81,9 +102,11 @@ class Rule:
     path: str
     pattern: str
     plus: float = 0.0
+    centred: str = ""
+    layers: tuple[int | str, int] = (0, 1)
 
     def __post_init__(self):
-        known = {role: (axes,) for role, axes in CANONICAL.items()} | SCALES
+        known = {role: (axes,) for role, axes in (CANONICAL | OUTER).items()} | SCALES
         for role in self.roles:
             if role not in known:
                 raise ValueError(f"unknown role {role!r}; one of {', '.join(known)}")
@@ -97,13 +120,14 @@ class Rule:
                 + ("" if "*" in self.path else "; mark the layer number in the path with *")
             )
         summands = [part for token in tokens(self.left) for part in read(token)]
-        named = {axis for token in tokens(self.right) for part in read(token) for axis in part}
+        named = self.named
         once = all(len(named.intersection(part)) == 1 for part in summands)
         if not once or named - {axis for part in summands for axis in part}:
             raise ValueError(
                 f"rule for {self.path!r}: {self.pattern!r} has an axis on one side alone; of an "
                 "axis 'h+p' of two parts the right side names one"
             )
+        self._check_name()
 
     @property
     def roles(self) -> tuple[str, ...]:
@@ -120,6 +144,16 @@ class Rule:
         """The canonical axes."""
         return self.pattern.split("->")[1].strip()
 
+    @property
+    def named(self) -> set[str]:
+        """All axes that the right side names."""
+        return {axis for token in tokens(self.right) for part in read(token) for axis in part}
+
+    @property
+    def stacked(self) -> bool:
+        """Whether the leaf holds several layers."""
+        return "l" in tokens(self.left)
+
     @cached_property
     def rank(self) -> int:
         """How many axes the leaf has."""
@@ -134,7 +168,15 @@ class Rule:
     def cuts(self) -> tuple[str, ...]:
         """Axes whose sizes must be known before the leaf can be cut."""
         composed = [parts for parts in self.products if sum(map(len, parts)) > 1]
-        return tuple(axis for parts in composed for summands in parts for axis in summands)
+        axes = [axis for parts in composed for summands in parts for axis in summands]
+        return tuple(axis for axis in axes if not axis.isdigit())
+
+    @cached_property
+    def end_to_end(self) -> tuple[str, ...]:
+        """The parts of the axis along which several roles lie; empty where none does."""
+        sums = [part for token in tokens(self.left) for part in read(token) if len(part) > 1]
+        parts = [part for part in sums if len(part) == len(self.roles)]
+        return parts[0] if parts and len(self.roles) > 1 else ()
 
     @property
     def of_keys(self) -> bool:
@@ -142,8 +184,10 @@ class Rule:
         return {*self.roles} <= {"k", "v", "k_scale"}
 
     def scoped(self, token: str) -> Product:
-        """An axis taken apart, with n called k where it is K."""
-        rename = lambda axis: "k" if axis == "n" and self.of_keys else axis
+        """An axis taken apart, with n called k where it is K, and l after its stack."""
+        stack = "l" if self.layers == (0, 1) else f"l from {self.layers[0]} by {self.layers[1]}"
+        names = {"n": "k"} if self.of_keys else {}
+        rename = lambda axis: (names | {"l": stack}).get(axis, axis)
         return tuple(tuple(map(rename, summands)) for summands in read(token))
 
     def place(self, path: str) -> tuple[int, ...] | None:
@@ -161,21 +205,24 @@ class Rule:
 
     @cached_property
     def _tail(self) -> str:
-        return self.path.rpartition("*")[2]
+        return re.split(r"[*?]", self.path)[-1]
 
     @cached_property
     def _regex(self) -> re.Pattern[str]:
-        number = re.escape(self.path).replace(r"\*", r"(\d+)")
-        return re.compile(rf"(?:^|/){number}$")
+        return path_regex(self.path)
 
     @property
     def _prefix(self) -> list[str]:
-        split = [tokens(self.right)[0]] if len(self.roles) > 1 and "->" in self.pattern else []
-        return split + ([] if "*" in self.path else ["l"])
+        apart = len(self.roles) > 1 and "->" in self.pattern and not self.end_to_end
+        one = "*" in self.path or self.roles[0] in OUTER
+        return ([tokens(self.right)[0]] if apart else []) + (
+            [] if one and not self.stacked else ["l"]
+        )
 
     def _one_matrix(self, axes: str) -> list[str]:
-        """Canonical axes of one leaf: without the expert axis where experts are separate leaves."""
-        return axes.split()[1 if self.path.count("*") == 2 and axes.startswith("e ") else 0 :]
+        """Canonical axes of one leaf: without that of experts or heads in separate leaves."""
+        apart = self.path.count("*") == 2 and axes.split()[0] in ("e", "n")
+        return axes.split()[1 if apart else 0 :]
 
     def _fits(self, expected: Sequence[str]) -> bool:
         """Whether the right side names the expected axes, up to other letters for the same one."""
@@ -184,3 +231,25 @@ class Rule:
             got == axis or got in _ALIASES.get(axis, ()) or (axis == "n" and got.startswith("("))
         )
         return len(right) == len(expected) and all(map(same, right, expected))
+
+    def _check_name(self) -> None:
+        """The path is not that of another role."""
+        own = self.roles[0].split("_")[0]
+        names = {*self.path.split("/")}
+        if len(self.roles) > 1 or own not in _NAMES or names & _NAMES[own]:
+            return
+        if others := [x for x, taken in _NAMES.items() if x != own and names & taken]:
+            raise ValueError(
+                f"rule for {self.path!r}: role {self.role!r}, but the path names role "
+                f"{others[0]!r}; write Rule({others[0]!r}, …) or the path of {self.role!r}"
+            )
+
+
+def path_regex(path: str) -> re.Pattern[str]:
+    """What a path of a rule matches; a group for each `*`.
+
+    >>> path_regex("?*/?/q").search("model/Block_3/Attention_0/q").groups()
+    ('3',)
+    """
+    number = re.escape(path).replace(r"\*", r"(\d+)").replace(r"\?", "[^/]*?")
+    return re.compile(rf"(?:^|/){number}$")

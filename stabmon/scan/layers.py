@@ -15,7 +15,7 @@ import numpy as np
 from stabmon.checkpoints.source import Checkpoint, numpy_dtype
 from stabmon.layout import Layout, find_layout
 from stabmon.layout.axes import tokens
-from stabmon.layout.gather import Found, match
+from stabmon.layout.match import Found, match
 
 Tree = dict[str, np.ndarray]
 

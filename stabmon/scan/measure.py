@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Array
 
 from stabmon.layout import CANONICAL, Layout
-from stabmon.layout.gather import is_whole, match
+from stabmon.layout.compose import is_whole
+from stabmon.layout.match import match
 from stabmon.metrics.spectrum import singular_values, spectrum_stats
 from stabmon.monitor.tiers import delta_metrics, flat_matrices, weight_metrics
 from stabmon.scan.layers import Tree

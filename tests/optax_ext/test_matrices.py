@@ -7,7 +7,7 @@ import pytest
 
 from optax_ext._matrices import find_matrices as _find_matrices
 from optax_ext._stacks import pieces, slots
-from stabmon.layout import PRESETS, Layout, Rule, find_layout
+from stabmon.layout import LIBRARIES, Layout, Rule, find_layout
 
 L, D, N, H, F, E = 2, 6, 3, 4, 10, 5
 
@@ -131,7 +131,7 @@ def test_known_fused_projections(path, shape, expected):
 
 def test_latent_attention_takes_whole_projections():
     attn = "layers/0/self_attn/"
-    layout = next(x for x in PRESETS if x.name == "DeepSeek")
+    layout = next(x for x in LIBRARIES if x.name == "DeepSeek")
     tree = shapes(
         {
             f"{attn}q_proj/weight": (N * (H + 2), D),
