@@ -194,13 +194,15 @@ class Scan:
     """Offline health of checkpoints: Orbax, safetensors (single or sharded), runs, folders of them.
 
     One layer at a time is in memory. Exit code 0: nothing wrong; 1: entries that are not finite, a
-    matrix that is zero, or one below a limit; 2: unreadable.
+    matrix that is zero, missing or below a limit, a layer that is missing; 2: unreadable.
 
     Attributes:
         checkpoints: Files or folders, in the order of training; changes are measured between
             successive ones.
         heads: Query heads, where neither shapes nor a config.json tell.
         kv_heads: Key-value heads, likewise.
+        layout: TOML file with rules, where no library's naming fits: tables [[rules]] with role,
+            path and pattern, and a list `ignores` of paths.
         min_stable_rank: Stable rank below which a matrix counts as collapsed.
         min_relative: The same as a fraction of a Gaussian's stable rank; 0 is off.
         exact: Largest smaller side of a matrix for which the effective rank is measured, by a full
@@ -212,6 +214,7 @@ class Scan:
     checkpoints: tuple[Path, ...]
     heads: int | None = None
     kv_heads: int | None = None
+    layout: Path | None = None
     min_stable_rank: float = 1.5
     min_relative: float = 0.0
     exact: int = 1024
@@ -221,6 +224,8 @@ class Scan:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import open_checkpoints
+        from stabmon.layout import LIBRARIES
+        from stabmon.layout.file import read_layout
         from stabmon.output.terminal import progress, show_json
         from stabmon.scan.health import Limits, scan
         from stabmon.scan.table import as_json, show
@@ -229,7 +234,14 @@ class Scan:
         limits = Limits(self.min_stable_rank, self.min_relative, self.exact)
         total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
         with progress(total) as advance:
-            report = scan(found, limits, heads=self.heads, kv_heads=self.kv_heads, progress=advance)
+            report = scan(
+                found,
+                limits,
+                heads=self.heads,
+                kv_heads=self.kv_heads,
+                layouts=(read_layout(self.layout),) if self.layout else LIBRARIES,
+                progress=advance,
+            )
         if self.json:
             show_json(_console(), as_json(report))
         else:

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from stabmon.checkpoints import shards
+from stabmon.checkpoints.kinds import refusal
 from stabmon.checkpoints.orbax import find_item, open_orbax
-from stabmon.checkpoints.source import Checkpoint, parameters
+from stabmon.checkpoints.source import NOT_PARAMETERS, Checkpoint, parameters
 
 _WANTED = (
     "a .safetensors file, a folder with them (and model.safetensors.index.json), an Orbax "
@@ -77,6 +78,9 @@ def _open(path: Path) -> Checkpoint:
     else:
         leaves, fetch = open_orbax(find_item(path) or path)
     chosen, skipped = parameters(leaves)
+    mine = {x: leaf for x, leaf in leaves.items() if (x, NOT_PARAMETERS) not in skipped}
+    if reason := refusal(mine):
+        raise ValueError(f"{path} {reason}")
     config = _config(path if path.is_dir() else path.parent)
     number = partial(_number, config)
     return Checkpoint(
@@ -86,8 +90,9 @@ def _open(path: Path) -> Checkpoint:
         leaves=chosen,
         skipped=tuple(skipped),
         fetch=fetch,
-        heads=number("num_attention_heads", "n_head"),
-        kv_heads=number("num_key_value_heads"),
+        heads=number("num_attention_heads", "n_head", "num_heads", "n_heads"),
+        kv_heads=1 if _is_multi_query(config) else number("num_key_value_heads", "num_kv_heads"),
+        layers=number("num_hidden_layers", "n_layer", "num_layers", "n_layers"),
     )
 
 
@@ -111,7 +116,15 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _is_multi_query(config: dict[str, Any]) -> bool:
+    """Whether all heads share one key head, as the first Falcons and GPT-BigCode."""
+    return config.get("multi_query") is True and config.get("new_decoder_architecture") is not True
+
+
 def _number(config: dict[str, Any], *names: str) -> int | None:
-    """The first of some entries that is a positive whole number."""
-    values = [config.get(name) for name in names]
+    """The first of some entries that is a positive whole number; of a text model's where apart."""
+    inner = config.get("text_config")
+    values = [
+        part.get(name) for part in (config, inner) if isinstance(part, dict) for name in names
+    ]
     return next((x for x in values if type(x) is int and x > 0), None)

@@ -9,6 +9,7 @@ file, is as long as its shape says, and no two overlap.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from math import prod
@@ -180,7 +181,17 @@ def _check_spans(path: Path, spans: Sequence[tuple[int, int, str]], available: i
 
 
 def _together(files: Sequence[Path]) -> dict[str, Tensor]:
-    """The arrays of several files without an index."""
+    """The arrays of several files without an index; none of a numbered series is missing."""
+    for file in files:
+        found = re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)\.safetensors", file.name)
+        if found is None:
+            continue
+        name = lambda i, x=found: f"{x[1]}{i:0{len(x[2])}d}{x[3]}{x[4]}.safetensors"
+        wanted = [name(i) for i in range(1, int(found[4]) + 1)]
+        if missing := [x for x in wanted if not (file.parent / x).is_file()]:
+            raise ValueError(
+                f"{file.parent} lacks {len(missing)} of {len(wanted)} shards, {missing[0]!r} first"
+            )
     tensors: dict[str, Tensor] = {}
     for file in files:
         for name, tensor in read_header(file).items():

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+NOT_PARAMETERS = "not under params/"
 FLOATING = ("float64", "float32", "float16", "bfloat16")
 
 
@@ -47,6 +48,7 @@ class Checkpoint:
         fetch: (path, axis, start, stop) → that stretch of an array along one axis.
         heads: Query heads N as a `config.json` beside it says, None without one.
         kv_heads: Key-value heads K, likewise.
+        layers: Number of layers, likewise.
     """
 
     name: str
@@ -57,6 +59,7 @@ class Checkpoint:
     fetch: Callable[[str, int, int, int], np.ndarray]
     heads: int | None = None
     kv_heads: int | None = None
+    layers: int | None = None
 
     def read(self, path: str, axis: int = 0, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Returns an array, or a stretch of it along one axis, without reading the rest.
@@ -108,7 +111,7 @@ def parameters(
     whole_state = any(path.startswith("params/") for path in leaves)
     for path, leaf in leaves.items():
         if whole_state and not path.startswith("params/"):
-            skipped.append((path, "not under params/"))
+            skipped.append((path, NOT_PARAMETERS))
         elif leaf.dtype not in FLOATING:
             skipped.append((path, f"its dtype {leaf.dtype} is not read: quantised, or no weight"))
         elif 0 in leaf.shape:

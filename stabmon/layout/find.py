@@ -99,7 +99,7 @@ def best_fit(leaves: Leaves, layouts: Sequence[Layout], given: Mapping[str, int]
     if misfit and not fitting:
         raise misfit
     best = fitting[0]
-    other = [fit for fit in fitting if (fit.sizes, fit.rest) != (best.sizes, best.rest)]
+    other = [fit for fit in fitting if fit.differs(best)]
     if best.rest or (other and not best.layout.requires):
         rest = best.rest or other[0].rest
         missing = unknown(rest, best.sizes) or ["n"]
@@ -118,6 +118,11 @@ class _Fit(NamedTuple):
     found: list[Found]
     sizes: dict[str, int]
     rest: list[Equation]
+
+    def differs(self, other: "_Fit") -> bool:
+        """Whether two layouts disagree on the size of an axis that both have."""
+        common = self.sizes.keys() & other.sizes.keys()
+        return self.rest != other.rest or any(self.sizes[x] != other.sizes[x] for x in common)
 
     def as_layout(self, leaves: Leaves) -> Layout:
         """The layout with the rules that match, sizes of composed axes and what it leaves out."""

@@ -1,13 +1,15 @@
 """Where libraries of JAX models keep their matrices, and this project's own model.
 
-What holds of all libraries is said in `libraries.py`; the models of `transformers` are
-`torch_libraries.py`.
+What holds of all libraries is said in `libraries.py`; MaxText is `maxtext.py`, the models of
+`transformers` are `torch_libraries.py`.
 """
 
 from stabmon.layout.axes import tokens
 from stabmon.layout.layout import Layout
+from stabmon.layout.maxtext import MAXTEXT
 from stabmon.layout.rules import Rule
-from stabmon.layout.torch_libraries import GEMMA, LLAMA, OLMO2
+from stabmon.layout.torch_gpt import FALCON, GPT_NEOX, GPTJ, MPT, PHI3
+from stabmon.layout.torch_libraries import DEEPSEEK, GEMMA, LLAMA, OLMO2, OPT, PHI
 
 QKV = ("q", "k", "v")
 
@@ -125,7 +127,7 @@ TUNIX = Layout(
 )
 
 
-def _transposed(layout: Layout, name: str) -> Layout:
+def _easydel(layout: Layout) -> Layout:
     """A layout of `transformers` as EasyDeL has it: `kernel`, in × out; experts in one leaf."""
     rules = []
     for rule in layout.rules:
@@ -135,136 +137,16 @@ def _transposed(layout: Layout, name: str) -> Layout:
             continue
         if "experts/*" in path:
             path, axes, right = path.replace("experts/*", "experts"), ["e", *axes], f"e {right}"
-        if role == "embedding":
+        if role in ("embedding", "position"):
             path = path.replace("/kernel", "/embedding")
         elif "scale" not in role:
             axes[-2:] = reversed(axes[-2:])
         pattern = f"{' '.join(axes)} -> {right}"
         rules.append(Rule(rule.role, path, pattern, rule.plus, rule.centred))
+    name = layout.name.replace("Hugging Face", "EasyDeL").replace("DeepSeek", "EasyDeL DeepSeek")
     return Layout(name, tuple(rules), requires=layout.requires.replace("/weight", "/kernel"))
 
 
-def _stack(path: str) -> bool:
-    """Whether a module of MaxText holds several layers: without a number, or in a scanned one."""
-    return "*" not in path or path.startswith("layers/")
-
-
-def _maxtext(path: str, layers: tuple[int | str, int], **rules: tuple[str | tuple[str, ...], str]):
-    """Rules by the path of their leaf in a module, which scans over axis 1, the default."""
-    for name, (role, pattern) in rules.items():
-        left, right = pattern.split(" -> ")
-        if _stack(path):
-            first, *rest = left.split(" ")
-            left = " ".join([first, "l", *rest])
-            apart = [right.split(" ")[0]] if isinstance(role, tuple) and "+" not in left else []
-            right = " ".join([*apart, "l", *right.split(" ")[len(apart) :]])
-        yield Rule(role, f"{path}/{name.replace('__', '/')}", f"{left} -> {right}", layers=layers)
-
-
-def _maxtext_attention(path: str, layers: tuple[int | str, int] = (0, 1)) -> tuple[Rule, ...]:
-    """Attention of MaxText; q, k and v fused along the heads, or in older versions on an axis."""
-    rules = {
-        "query__kernel": ("q", "d n h -> n d h"),
-        "key__kernel": ("k", "d k h -> k d h"),
-        "value__kernel": ("v", "d k h -> k d h"),
-        "out__kernel": ("o", "n h d -> n h d"),
-        "query_norm__scale": ("q_scale", "h -> h"),
-        "key_norm__scale": ("k_scale", "h -> h"),
-    }
-    fused = {"qkv_proj__kernel": (QKV, "d n+k+k h -> n d h")}
-    older = {"qkv_proj__kernel": (QKV, "d three n h -> three n d h")}
-    return tuple(x for part in (rules, fused, older) for x in _maxtext(path, layers, **part))
-
-
-def _maxtext_latent(path: str, layers: tuple[int | str, int]) -> tuple[Rule, ...]:
-    """Latent attention of MaxText; p is what RoPE turns."""
-    rules = {
-        "query__kernel": ("q", "d n h+p -> n d h"),
-        "wq_a__kernel": ("q_down", "d r -> d r"),
-        "q_norm__scale": ("q_latent_scale", "r -> r"),
-        "wq_b__kernel": ("q_up", "r n h+p -> n r h"),
-        "wkv_a__kernel": ("kv_down", "d c+p -> d c"),
-        "kv_norm__scale": ("kv_latent_scale", "c -> c"),
-        "out__kernel": ("o", "n v d -> n v d"),
-    }
-    keys = {"wkv_b__kernel": ("k_up", "c n h+v -> n c h")}
-    values = {"wkv_b__kernel": ("v_up", "c n h+v -> n c v")}
-    return tuple(x for part in (rules, keys, values) for x in _maxtext(path, layers, **part))
-
-
-def _maxtext_mlp(path: str, layers: tuple[int | str, int] = (0, 1)) -> tuple[Rule, ...]:
-    """Feed-forward layer of MaxText."""
-    rules = {
-        "wi_0__kernel": ("mlp_gate", "d f -> d f"),
-        "wi_1__kernel": ("mlp_up", "d f -> d f"),
-        "wi__kernel": ("mlp_up", "d f -> d f"),
-        "wo__kernel": ("mlp_down", "f d -> f d"),
-    }
-    return tuple(_maxtext(path, layers, **rules))
-
-
-def _maxtext_experts(path: str, layers: tuple[int | str, int] = (0, 1)) -> tuple[Rule, ...]:
-    """Router and experts of MaxText."""
-    rules = {
-        "gate__kernel": ("router", "d e -> e d"),
-        "wi_0": ("expert_gate", "e d f -> e d f"),
-        "wi_1": ("expert_up", "e d f -> e d f"),
-        "wo": ("expert_down", "e f d -> e f d"),
-    }
-    return tuple(_maxtext(path, layers, **rules))
-
-
-def _maxtext_layer(path: str, layers: tuple[int | str, int] = (0, 1)) -> tuple[Rule, ...]:
-    """A layer, or a stack of layers, of MaxText."""
-    blocks = ("MoeBlock_0", "moe_block")
-    return (
-        *_maxtext_attention(f"{path}/self_attention", layers),
-        *_maxtext_mlp(f"{path}/mlp", layers),
-        *(x for block in blocks for x in _maxtext_experts(f"{path}/{block}", layers)),
-    )
-
-
-def _maxtext_pairs(path: str) -> tuple[Rule, ...]:
-    """Gemma 2, whose layers are pairs: a local one, then a global one."""
-    names = {"local": (0, 2), "global": (1, 2)}
-    return tuple(
-        rule
-        for name, layers in names.items()
-        for rule in (
-            *_maxtext_attention(f"{path}/self_attention_{name}", layers),
-            *_maxtext_mlp(f"{path}/mlp_{name}", layers),
-        )
-    )
-
-
-def _maxtext_deepseek(dense: str, experts: str) -> tuple[Rule, ...]:
-    """DeepSeek, whose dense layers come before those with experts."""
-    after = (dense.rstrip("*"), 1)
-    return (
-        *_maxtext_latent(f"{dense}/self_attention", (0, 1)),
-        *_maxtext_mlp(f"{dense}/mlp"),
-        *_maxtext_latent(f"{experts}/self_attention", after),
-        *_maxtext_experts(f"{experts}/DeepSeekMoeBlock_0/MoeBlock_0", after),
-    )
-
-
-_MAXTEXT_OUTER = _outer("token_embedder/embedding", "logits_dense/kernel")
-_BLOCKS = ("layers/layers_*", "layers_remainder/layers_*")
-MAXTEXT = tuple(
-    Layout(name, (*rules, *_MAXTEXT_OUTER))
-    for name, rules in {
-        "MaxText": _maxtext_layer("layers"),
-        "MaxText, not scanned": _maxtext_layer("layers_*"),
-        "MaxText, blocks of layers": (
-            *_maxtext_layer(_BLOCKS[0]),
-            *_maxtext_layer(_BLOCKS[1], ("layers/layers_", 1)),
-        ),
-        "MaxText Gemma 2": _maxtext_pairs("layers"),
-        "MaxText Gemma 2, not scanned": _maxtext_pairs("layers_*"),
-        "MaxText DeepSeek": _maxtext_deepseek("dense_layers", "moe_layers"),
-        "MaxText DeepSeek, not scanned": _maxtext_deepseek("dense_layers_*", "moe_layers_*"),
-    }.items()
-)
 # Llama and its kin; queries are stored by kv head and then by place in its group.
 _LEVANTER, _GPT2 = "layers/stacked", "blocks/stacked"
 LEVANTER = Layout(
@@ -309,6 +191,6 @@ NANODO = Layout(
 )
 JAX = (
     *(SCANNED_GPT, SCANNED_MLA, FLAX_GEMMA, *MAXTEXT, LEVANTER, LEVANTER_GPT2, NANODO, TUNIX),
-    *(_transposed(GEMMA, "EasyDeL Gemma"), _transposed(LLAMA, "EasyDeL")),
-    *(_transposed(OLMO2, "EasyDeL OLMo 2"), FLAX, FLAX_SCANNED, EQUINOX, EQUINOX_STACKED),
+    *map(_easydel, (GEMMA, LLAMA, OLMO2, PHI, PHI3, OPT, GPTJ, GPT_NEOX, MPT, FALCON, DEEPSEEK)),
+    *(FLAX, FLAX_SCANNED, EQUINOX, EQUINOX_STACKED),
 )

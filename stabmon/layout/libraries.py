@@ -1,7 +1,7 @@
 """Layouts of known libraries: names and axes, as the libraries make them.
 
-The tables are `jax_libraries.py` and `torch_libraries.py`. How a tree is matched to one of them,
-cut and composed is `find.py` and `layout.py`.
+The tables are `jax_libraries.py`, `maxtext.py`, `torch_libraries.py` and `torch_gpt.py`. How a
+tree is matched to one of them, cut and composed is `find.py` and `layout.py`.
 
 RoPE turns queries and keys after the projection, position by position, so no fixed matrix holds
 it: all products here are of the weights before the rotation. Where a library keeps a part of its
@@ -11,6 +11,7 @@ spectrum.
 """
 
 from stabmon.layout.jax_libraries import JAX
-from stabmon.layout.torch_libraries import TORCH
+from stabmon.layout.torch_gpt import GPT_KIN
+from stabmon.layout.torch_libraries import LLAMA_KIN
 
-LIBRARIES = (*JAX, *TORCH)
+LIBRARIES = (*JAX, *LLAMA_KIN, *GPT_KIN)

@@ -117,6 +117,13 @@ def _equations(item: Found) -> list[Equation]:
         heads = next(token for token in tokens(rule.right) if token.startswith("("))
         total = "k" if rule.of_keys else "n"
         said.append(Equation(rule.scoped(heads), total, source, rule.left))
+        # k blocks of g query heads, one key head and one value head are n + k + k heads.
+        if rule.end_to_end:
+            outer = [x for x in read(heads) if not {*x} & {*rule.end_to_end}]
+            parts = tuple(outer[0][0] if x == "1" else "n" for x in rule.end_to_end)
+            axis = next(i for i, x in enumerate(rule.products) if rule.end_to_end in x)
+            rest = [x for x in rule.products[axis] if x != rule.end_to_end and x not in outer]
+            said.append(Equation((parts, *rest), item.shape[axis], source, rule.left))
     return said
 
 

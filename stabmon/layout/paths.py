@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-_OPTIMIZER = ("opt_state", "optimizer_state")
+_OPTIMIZER = {"opt_state", "optimizer_state"}
 Select = str | Callable[[str, Any], bool] | PyTree[bool] | None
 
 
@@ -49,7 +49,7 @@ def parameters(tree: PyTree) -> list[tuple[str, Any]]:
         tree = nnx.state(tree)
     leaves = leaves_with_paths(tree)
     arrays = [(path, x) for path, x in leaves if hasattr(x, "shape") and hasattr(x, "dtype")]
-    mine = [(path, x) for path, x in arrays if path.split("/")[0] not in _OPTIMIZER]
+    mine = [(path, x) for path, x in arrays if not _OPTIMIZER.intersection(path.split("/")[:2])]
     return mine or arrays
 
 

@@ -186,9 +186,9 @@ class Rule:
     def scoped(self, token: str) -> Product:
         """An axis taken apart, with n called k where it is K, and l after its stack."""
         stack = "l" if self.layers == (0, 1) else f"l from {self.layers[0]} by {self.layers[1]}"
-        names = {"n": "k"} if self.of_keys else {}
-        rename = lambda axis: (names | {"l": stack}).get(axis, axis)
-        return tuple(tuple(map(rename, summands)) for summands in read(token))
+        heads = "k" if self.of_keys else "n"
+        names: dict[str, str] = {"n": heads, "l": stack}
+        return tuple(tuple(names.get(x, x) for x in summands) for summands in read(token))
 
     def place(self, path: str) -> tuple[int, ...] | None:
         """The layer and expert numbers in `path`, as many as the rule has stars; None if no fit."""
@@ -214,7 +214,7 @@ class Rule:
     @property
     def _prefix(self) -> list[str]:
         apart = len(self.roles) > 1 and "->" in self.pattern and not self.end_to_end
-        one = "*" in self.path or self.roles[0] in OUTER
+        one = "*" in self.path or {*self.roles} <= OUTER.keys()
         return ([tokens(self.right)[0]] if apart else []) + (
             [] if one and not self.stacked else ["l"]
         )

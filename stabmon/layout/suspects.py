@@ -26,7 +26,8 @@ _HARMLESS = re.compile(
 )
 # Outside of it, within the layer: names of query-key norms.
 _NORM = re.compile(
-    r"(^|[/_])(q|k|qk|kq|query|key|queries|keys)_?(layer_?norm|norm|rms_?norm|ln|scale|gain)\w*(/|$)"
+    r"(^|[/_])(q|k|qk|kq|query|key|queries|keys)_?(layer_?norm|norm|rms_?norm|ln|scale|gain)\w*"
+    r"(/(?!bias)|$)"
 )
 _MATRICES = {x for role in "qk" for x in FACTORS[role] if x not in SCALES}
 

@@ -12,14 +12,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-import numpy as np
-
 from stabmon.checkpoints.source import Checkpoint
+from stabmon.layout import LIBRARIES, Layout
 from stabmon.metrics.spectrum import gaussian_stable_rank
+from stabmon.scan.complete import missing
 from stabmon.scan.layers import Plan, make_plan
-from stabmon.scan.measure import Row, change_rows, matrix_rows, place
+from stabmon.scan.measure import (
+    Row,
+    change_rows,
+    matrix_rows,
+    outer_row,
+    place,
+    vector_row,
+)
 
-_BLOCK = 64 << 20
 Progress = Callable[[str, int], None]
 
 
@@ -49,10 +55,13 @@ class Health:
     Attributes:
         checkpoint: Which.
         layout: Name of the layout that was found.
-        matrices: A row for each matrix: layer, role, expert (None without), shape, norm,
-            spectral_norm, stable_rank, relative_stable_rank, effective_rank (None: not measured).
+        matrices: A row for each matrix: layer (None: outside of them, as the embedding), role,
+            expert (None without), shape, norm, spectral_norm, stable_rank, relative_stable_rank,
+            effective_rank (None: not measured).
         skipped: (path, reason) of what is in no matrix.
         problems: What is wrong, in words.
+        vectors: A row for each other array, such as norm scales: path, shape, norm, least and
+            greatest entry, not_finite (how many entries are not).
     """
 
     checkpoint: Checkpoint
@@ -60,6 +69,7 @@ class Health:
     matrices: list[Row]
     skipped: tuple[tuple[str, str], ...]
     problems: list[str]
+    vectors: list[Row] = field(default_factory=list)
 
     def of_layer(self, layer: int) -> list[Row]:
         """Returns the rows of one layer.
@@ -112,6 +122,7 @@ def scan(
     *,
     heads: int | None = None,
     kv_heads: int | None = None,
+    layouts: Sequence[Layout] = LIBRARIES,
     progress: Progress = lambda what, count: None,
 ) -> Report:
     """Measures checkpoints and what changed from each to the next.
@@ -123,13 +134,14 @@ def scan(
         limits: What counts as wrong.
         heads: Query heads N, where shapes do not tell.
         kv_heads: Key-value heads K, likewise.
+        layouts: Layouts to choose from.
         progress: Called with what was read and how many bytes that were.
 
     Raises:
         ValueError: A layout is not found, checkpoints are of different models, or a file is cut
             short.
     """
-    plans = [make_plan(x, heads=heads, kv_heads=kv_heads) for x in checkpoints]
+    plans = [make_plan(x, heads=heads, kv_heads=kv_heads, layouts=layouts) for x in checkpoints]
     for before, after in pairwise(plans):
         _check_same(before, after)
     report = Report([], [])
@@ -148,15 +160,20 @@ def _one(
     name = plan.checkpoint.name
     skipped = (*plan.layout.left_out, *plan.checkpoint.skipped)
     health = Health(plan.checkpoint, plan.layout.name, [], skipped, [])
+    health.problems.extend(f"{name}: {text}" for text in missing(plan))
     change = Change(before.checkpoint, plan.checkpoint) if before else None
     for layer in plan.layers:
         _one_layer(plan, before, known, layer, limits, health, change)
         gc.collect()  # or JAX keeps what it was given until its next call, with the next layer read
         progress(f"{name}, layer {layer}", plan.size(layer))
+    for piece in plan.outer:
+        health.matrices.append(outer_row(plan.layout, piece, plan.read(piece)))
+        progress(f"{name}, {piece.path}", plan.checkpoint.leaves[piece.path].nbytes)
     for row in health.matrices:
         health.problems.extend(f"{name}: {place(row)} {text}" for text in _wrong(row, limits))
-    for path in plan.rest:
-        if count := _not_finite(plan.checkpoint, path):
+    for path in plan.vectors:
+        health.vectors.append(vector_row(plan.checkpoint, path))
+        if count := health.vectors[-1]["not_finite"]:
             health.problems.append(f"{name}: {path} has {count:,} entries that are not finite")
         progress(f"{name}, {path}", plan.checkpoint.leaves[path].nbytes)
     return health, change
@@ -190,19 +207,12 @@ def _wrong(row: Row, limits: Limits) -> Iterator[str]:
         yield "is not finite"
     elif row["norm"] == 0:
         yield "is zero"
+    elif row["layer"] is None:
+        return  # a common direction, their mean, is usual in embeddings
     elif rank < limits.stable_rank and gaussian >= 2 * limits.stable_rank:
         yield f"has a stable rank of {rank:.3g}, below {limits.stable_rank:g}: collapsed"
     elif relative < limits.relative:
         yield f"has {relative:.3g} of a Gaussian's stable rank, below {limits.relative:g}"
-
-
-def _not_finite(checkpoint: Checkpoint, path: str) -> int:
-    """How many entries of an array are not finite, a block of rows at a time."""
-    leaf = checkpoint.leaves[path]
-    rows = leaf.shape[0] if leaf.shape else 1
-    step = max(1, _BLOCK * rows // leaf.nbytes)
-    blocks = (checkpoint.read(path, 0, i, min(i + step, rows)) for i in range(0, rows, step))
-    return sum(int(np.sum(~np.isfinite(block))) for block in blocks)
 
 
 def _check_same(before: Plan, after: Plan) -> None:

@@ -1,8 +1,8 @@
 """What is measured on one layer of a checkpoint, and on its change: rows of named numbers.
 
-What lives here: `matrix_rows`, `change_rows`. What does not: the measures, which are those of the
-monitor's `weights` and `delta` tiers (`stabmon.monitor.tiers`), what counts as wrong (`health`),
-reading (`layers`).
+What lives here: `matrix_rows`, `outer_row`, `vector_row`, `change_rows`. What does not: the
+measures, which are those of the monitor's `weights` and `delta` tiers (`stabmon.monitor.tiers`),
+what counts as wrong (`health`), reading (`layers`).
 """
 
 import math
@@ -14,14 +14,18 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
+from stabmon.checkpoints.source import Checkpoint
 from stabmon.layout import CANONICAL, Layout
 from stabmon.layout.compose import is_whole
 from stabmon.layout.match import match
-from stabmon.metrics.spectrum import singular_values, spectrum_stats
+from stabmon.linalg.power import power_norms
+from stabmon.metrics.spectrum import gaussian_stable_rank, singular_values, spectrum_stats
+from stabmon.metrics.symptoms import norm as frobenius
 from stabmon.monitor.tiers import delta_metrics, flat_matrices, weight_metrics
-from stabmon.scan.layers import Tree
+from stabmon.scan.layers import Piece, Tree
 
 Row = dict[str, Any]
+_BLOCK = 64 << 20
 NAMES = ("norm", "spectral_norm", "stable_rank", "relative_stable_rank")
 
 
@@ -47,6 +51,43 @@ def matrix_rows(layout: Layout, tree: Tree, exact: int = 0) -> list[Row]:
             row["effective_rank"] = None if ranks is None else float(ranks.ravel()[i])
             rows.append(row)
     return rows
+
+
+def outer_row(layout: Layout, piece: Piece, w: np.ndarray) -> Row:
+    """Returns the row of a matrix outside of the layers, with `layer` None.
+
+    Args:
+        layout: Where matrices lie.
+        piece: Which.
+        w: Its entries.
+    """
+    (role,) = [rule.roles[0] for rule in layout.rules if rule.place(piece.name) is not None]
+    values = jax.device_get(_outer(jax.numpy.asarray(w)))
+    row: Row = {"layer": None, "role": role, "expert": None, "shape": w.shape}
+    return row | {x: float(values[x]) for x in NAMES} | {"effective_rank": None}
+
+
+def vector_row(checkpoint: Checkpoint, path: str) -> Row:
+    """Returns the row of an array that is in no matrix, read a block at a time.
+
+    Args:
+        checkpoint: Where it lies.
+        path: Its path.
+    """
+    leaf = checkpoint.leaves[path]
+    rows = leaf.shape[0] if leaf.shape else 1
+    step = max(1, _BLOCK * rows // leaf.nbytes)
+    squares, least, greatest, broken = 0.0, math.inf, -math.inf, 0
+    for i in range(0, rows, step):
+        x = checkpoint.read(path, 0, i, min(i + step, rows)).astype(np.float64)
+        finite = x[np.isfinite(x)]
+        broken += x.size - finite.size
+        if finite.size:
+            squares += float(np.sum(finite**2))
+            least, greatest = min(least, float(finite.min())), max(greatest, float(finite.max()))
+    norm = math.nan if broken else math.sqrt(squares)
+    row: Row = {"path": path, "shape": leaf.shape, "norm": norm, "not_finite": broken}
+    return row | {"least": least, "greatest": greatest}
 
 
 def change_rows(
@@ -92,13 +133,25 @@ def place(row: Row) -> str:
         'layer 3 expert_up, expert 7'
     """
     expert = "" if row["expert"] is None else f", expert {row['expert']}"
-    return f"layer {row['layer']} {row['role']}{expert}"
+    layer = "" if row["layer"] is None else f"layer {row['layer']} "
+    return f"{layer}{row['role']}{expert}"
 
 
 def _flat(layout: Layout, tree: Mapping[str, Array]) -> dict[str, Array]:
     """Matrices by role as the monitor's `weights` tier takes them, (1, m, n) or (1, E, m, n)."""
     stored = layout.collect(tree, fold=False)
     return {role: flat_matrices(role, w) for role, w in stored.items()}
+
+
+@jax.jit
+def _outer(w: Array) -> dict[str, Array]:
+    """The `weights` tier on one matrix."""
+    wide = w.astype(np.float32)
+    length, sigma = frobenius(wide), power_norms(wide[None]).value[0]
+    rank = (length / jax.numpy.where(sigma > 0, sigma, jax.numpy.ones_like(sigma))) ** 2
+    return dict(
+        zip(NAMES, (length, sigma, rank, rank / gaussian_stable_rank(*w.shape)), strict=True)
+    )
 
 
 @partial(jax.jit, static_argnums=0)

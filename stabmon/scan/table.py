@@ -32,6 +32,8 @@ def show(console: Console, report: Report, *, every: bool = False) -> None:
     """
     for health in report.checkpoints:
         console.print(_every(health) if every else _by_role(health))
+        if health.vectors:
+            console.print(_vectors(health))
         _left_out(console, health)
     for change in report.changes:
         title = f"{change.before.name} → {change.after.name}"
@@ -60,6 +62,7 @@ def as_json(report: Report) -> dict[str, Any]:
                 **_identity(health.checkpoint),
                 "layout": health.layout,
                 "matrices": health.matrices,
+                "vectors": health.vectors,
                 "skipped": [{"path": path, "reason": text} for path, text in health.skipped],
             }
             for health in report.checkpoints
@@ -104,6 +107,29 @@ def _by_role(health: Health) -> Table:
     return table(_title(health), rows, (*columns, "lowest (layer)", "eff. rank"))
 
 
+def _vectors(health: Health) -> Table:
+    """A row for each kind of norm scales and other arrays: extreme entries over the layers."""
+    kinds: dict[str, list[Row]] = {}
+    for row in health.vectors:
+        kinds.setdefault(_folded(row["path"]), []).append(row)
+    rows = [
+        (
+            *(kind, len(group), "×".join(map(str, group[0]["shape"]))),
+            *(_median(group, "norm"), min(x["least"] for x in group)),
+            max(x["greatest"] for x in group),
+        )
+        for kind, group in list(kinds.items())[:_LINES]
+    ]
+    more = f"; {len(kinds) - _LINES} kinds more in --json" if len(kinds) > _LINES else ""
+    columns = ("in no matrix", "n", "shape", "‖x‖", "least", "greatest")
+    return table(f"{health.checkpoint.name}, norm scales and others{more}", rows, columns)
+
+
+def _folded(path: str) -> str:
+    """A path with its numbers as *."""
+    return re.sub(r"(?<![^./_])\d+(?=[./]|$)", "*", path)
+
+
 def _title(health: Health) -> str:
     return f"{health.checkpoint.name}, layout {health.layout}; medians over layers"
 
@@ -141,7 +167,7 @@ def _left_out(console: Console, health: Health) -> None:
         return
     counts: dict[tuple[str, str], int] = {}
     for path, reason in health.skipped:
-        key = re.sub(r"(?<![^./_])\d+(?=[./]|$)", "*", path), reason
+        key = _folded(path), reason
         counts[key] = counts.get(key, 0) + 1
     console.print(f"left out, {len(health.skipped)} in all:")
     for (path, reason), count in list(counts.items())[:_LINES]:
@@ -166,7 +192,7 @@ def _median(rows: Sequence[Row], name: str) -> float:
 def _at(row: Row, name: str) -> str:
     """A value, and the layer it is in, with the head or expert if there is one."""
     unit = next((f".{row[x]}" for x in ("head", "expert") if row.get(x) is not None), "")
-    return f"{short(row[name])} ({row['layer']}{unit})"
+    return short(row[name]) + ("" if row["layer"] is None else f" ({row['layer']}{unit})")
 
 
 def _or_least(value: float) -> float:
