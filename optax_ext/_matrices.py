@@ -171,6 +171,11 @@ def _matrices(
             f"msign: {path} is {dtype}{list(shape)}; only real floating-point matrices can be "
             "restored, leave it out with select="
         )
+    if rules and rules[0].end_to_end:
+        raise ValueError(
+            f"msign: {path} holds {', '.join(rules[0].roles)} end to end in one leaf, and cannot "
+            "take them apart; leave it out with select="
+        )
     if rules and layout is not None:
         axes = _cut(path, shape, rules[0], dict(layout.sizes))
     elif len(shape) == 2:

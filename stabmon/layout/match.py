@@ -13,6 +13,7 @@ from stabmon.layout.rules import CANONICAL, OUTER, SCALES, Rule
 _ORDER = [*CANONICAL, *OUTER, *SCALES]
 # Sizes that may differ from leaf to leaf.
 _OWN = {"f", "vocab", "t"}
+_STACK = (("l",),)
 
 
 class Found(NamedTuple):
@@ -106,8 +107,10 @@ def _equations(item: Found) -> list[Equation]:
     In rules of k and v, n is K. F may differ from leaf to leaf and is not compared.
     """
     rule, source = item.rule, f"{item.path} of shape {item.shape}"
+    # Stacks of other layers may be longer or shorter.
+    stack = _STACK if rule.layers == (0, 1) else ((f"l of {rule.layers}",),)
     said = [
-        Equation(product, size, source, rule.left)
+        Equation(stack if product == _STACK else product, size, source, rule.left)
         for product, size in zip(rule.products, item.shape, strict=True)
         if not _OWN.intersection(name for summands in product for name in summands)
     ]

@@ -184,11 +184,10 @@ class Rule:
         return {*self.roles} <= {"k", "v", "k_scale"}
 
     def scoped(self, token: str) -> Product:
-        """An axis taken apart, with n called k where it is K, and l after its stack."""
-        stack = "l" if self.layers == (0, 1) else f"l from {self.layers[0]} by {self.layers[1]}"
+        """An axis taken apart, with n called k where it is K."""
         heads = "k" if self.of_keys else "n"
-        names: dict[str, str] = {"n": heads, "l": stack}
-        return tuple(tuple(names.get(x, x) for x in summands) for summands in read(token))
+        rename = lambda axis: heads if axis == "n" else axis
+        return tuple(tuple(map(rename, summands)) for summands in read(token))
 
     def place(self, path: str) -> tuple[int, ...] | None:
         """The layer and expert numbers in `path`, as many as the rule has stars; None if no fit."""

@@ -231,3 +231,18 @@ def test_every_matrix_is_in_one_piece_and_every_piece_in_one_slot(counts, period
         assert all(p.size == 1 for p in cut)
         due = np.flatnonzero(table[0] >= 0)
         assert np.ptp(np.diff(np.r_[due, due[0] + period])) <= 1
+
+
+def test_roles_that_lie_end_to_end_in_one_leaf_are_refused():
+    rule = Rule(("q", "k", "v"), "h/*/qkv", "d (n+k+k h) -> n d h")
+    layout = Layout("mine", (rule,), sizes=(("n", 2), ("k", 1), ("h", 3)))
+    with pytest.raises(ValueError, match=r"h/0/qkv holds q, k, v end to end in one leaf"):
+        find_matrices({"h": {"0": {"qkv": jnp.ones((5, 12))}}}, None, layout)
+
+
+def test_a_stack_of_every_other_layer_is_a_stack():
+    rule = Rule("q", "local/q", "d l n h -> l n d h", layers=(0, 2))
+    (found,) = find_matrices(
+        {"local": {"q": jnp.ones((9, 4, 2, 3))}}, None, Layout("mine", (rule,))
+    )
+    assert (found.stack, found.matrix) == ((4,), (9, 6))

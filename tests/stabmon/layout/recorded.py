@@ -1,8 +1,8 @@
 """Parameters as other libraries make them: paths and shapes, and where one head lies in them.
 
 Recorded from transformers 5.24; those of JAX are `recorded_jax.py`. Each entry says by indexing
-alone what the query matrix of layer 1, head 4, and the key matrix of layer 1, kv head 1, are, D × H,
-and what their norms do to them.
+alone what the query matrix of layer 1, head 4, and the key matrix of layer 1, kv head 1, are,
+D × H, and what their norms do to them.
 """
 
 from collections.abc import Callable
