@@ -201,8 +201,7 @@ class Scan:
             successive ones.
         heads: Query heads, where neither shapes nor a config.json tell.
         kv_heads: Key-value heads, likewise.
-        layout: TOML file with rules, where no library's naming fits: tables [[rules]] with role,
-            path and pattern, and a list `ignores` of paths.
+        layout: TOML file with [[rules]] of role, path and pattern, where no known naming fits.
         min_stable_rank: Stable rank below which a matrix counts as collapsed.
         min_relative: The same as a fraction of a Gaussian's stable rank; 0 is off.
         exact: Largest smaller side of a matrix for which the effective rank is measured, by a full
@@ -224,24 +223,17 @@ class Scan:
     def __call__(self) -> int:
         """Runs the command; its exit code."""
         from stabmon.checkpoints.folders import open_checkpoints
-        from stabmon.layout import LIBRARIES
-        from stabmon.layout.file import read_layout
+        from stabmon.layout.file import layouts
         from stabmon.output.terminal import progress, show_json
         from stabmon.scan.health import Limits, scan
         from stabmon.scan.table import as_json, show
 
         found = open_checkpoints(self.checkpoints)
         limits = Limits(self.min_stable_rank, self.min_relative, self.exact)
+        given = {"heads": self.heads, "kv_heads": self.kv_heads}
         total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
         with progress(total) as advance:
-            report = scan(
-                found,
-                limits,
-                heads=self.heads,
-                kv_heads=self.kv_heads,
-                layouts=(read_layout(self.layout),) if self.layout else LIBRARIES,
-                progress=advance,
-            )
+            report = scan(found, limits, layouts(self.layout), **given, progress=advance)
         if self.json:
             show_json(_console(), as_json(report))
         else:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from stabmon.layout.layout import Layout
+from stabmon.layout.libraries import LIBRARIES
 from stabmon.layout.rules import Rule
 
 _KEYS = {"name", "rules", "ignores", "requires"}
@@ -46,6 +47,15 @@ def read_layout(path: Path) -> Layout:
         raise ValueError(f"{path}: ignores is a list of paths, got {ignores!r}")
     name, requires = (str(data.get(key, "")) for key in ("name", "requires"))
     return Layout(name or path.name, rules, ignores=tuple(ignores), requires=requires)
+
+
+def layouts(path: Path | None) -> tuple[Layout, ...]:
+    """Returns the layouts to choose from: that of a file, or else those of known libraries.
+
+    Args:
+        path: The file.
+    """
+    return LIBRARIES if path is None else (read_layout(path),)
 
 
 def _rule(path: Path, number: int, table: Any) -> Rule:

@@ -119,10 +119,10 @@ class Report:
 def scan(
     checkpoints: Sequence[Checkpoint],
     limits: Limits = DEFAULT,
+    layouts: Sequence[Layout] = LIBRARIES,
     *,
     heads: int | None = None,
     kv_heads: int | None = None,
-    layouts: Sequence[Layout] = LIBRARIES,
     progress: Progress = lambda what, count: None,
 ) -> Report:
     """Measures checkpoints and what changed from each to the next.
@@ -132,9 +132,9 @@ def scan(
     Args:
         checkpoints: In the order of training.
         limits: What counts as wrong.
+        layouts: Layouts to choose from.
         heads: Query heads N, where shapes do not tell.
         kv_heads: Key-value heads K, likewise.
-        layouts: Layouts to choose from.
         progress: Called with what was read and how many bytes that were.
 
     Raises:
