@@ -222,22 +222,13 @@ class Scan:
 
     def __call__(self) -> int:
         """Runs the command; its exit code."""
-        from stabmon.checkpoints.folders import open_checkpoints
-        from stabmon.layout.file import layouts
-        from stabmon.output.terminal import progress, show_json
-        from stabmon.scan.health import Limits, scan
-        from stabmon.scan.table import as_json, show
+        from stabmon.scan.command import run_scan
+        from stabmon.scan.health import Limits
 
-        found = open_checkpoints(self.checkpoints)
         limits = Limits(self.min_stable_rank, self.min_relative, self.exact)
-        given = {"heads": self.heads, "kv_heads": self.kv_heads}
-        total = sum(leaf.nbytes for x in found for leaf in x.leaves.values())
-        with progress(total) as advance:
-            report = scan(found, limits, layouts(self.layout), **given, progress=advance)
-        if self.json:
-            show_json(_console(), as_json(report))
-        else:
-            show(_console(), report, every=self.every)
+        heads = {"heads": self.heads, "kv_heads": self.kv_heads}
+        shown = {"every": self.every, "json": self.json}
+        report = run_scan(_console(), self.checkpoints, limits, self.layout, heads, **shown)
         return _WRONG if report.problems else _HEALTHY
 
 
