@@ -7,8 +7,10 @@ Rank ratio, grade, attention entropy, and loss with gradient norm; alarms and ac
 are those of the monitor's brief detail.
 """
 
+import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +25,7 @@ from stabmon.output.curves import Curve, Scale, draw
 from stabmon.output.panels import thin
 from stabmon.output.terminal import printable, short
 from stabmon.output.verdict import named
-from stabmon.runs.foreign.load import follow
+from stabmon.runs.foreign.load import LogFollower, follow
 
 RATIO, GRADE = "activations/global/rank_ratio", "activations/global/grade"
 ENTROPY = "attention/global/entropy"
@@ -72,10 +74,10 @@ class Board:
         """
         self._run.update()
         self._series = {key: _few(*of) for key, of in self._run.columns.series().items()}
-        wide = width >= 160 and height < 32
-        side = width // (4 if wide else 2)
         events = max(2, min(8, height // 4))
-        lines = max(1, (height - events - 2) // (1 if wide else 2) - 3)
+        wide, narrow = width >= 160 and height < 32, width < 60 and height - events >= 18
+        side = width if narrow else width // (4 if wide else 2)
+        lines = max(1, (height - events - 2) // (1 if wide else 4 if narrow else 2) - 3)
         boxes = [
             Panel(
                 Group(*content),
@@ -87,7 +89,7 @@ class Board:
             )
             for title, content in self._panels(side - 2, lines, ascii_only).items()
         ]
-        rows = [boxes] if wide else [boxes[:2], boxes[2:]]
+        rows = [boxes] if wide else [[x] for x in boxes] if narrow else [boxes[:2], boxes[2:]]
         board = [Columns(row, padding=0) for row in rows]
         return Group(self._heading(width), *board, *self._events(width, events))
 
@@ -171,7 +173,9 @@ class Board:
             line = Text(printable(kind), _EVENTS.get(kind, "bold blue")) + Text(printable(words))
             line.truncate(width, overflow="ellipsis")
             lines.append(line)
-        lines = lines or [Text("no alarms, no actions", "dim")]
+        judged = not isinstance(self._run, LogFollower)
+        nothing = "no alarms, no actions" if judged else "not judged here: see stabmon replay"
+        lines = lines or [Text(nothing, "dim")]
         return lines + [Text("")] * (count - len(lines))
 
 
@@ -195,13 +199,34 @@ def watch(
     if once or not console.is_terminal:
         console.print(frame())
         return
-    try:
+    with _ended_by_a_signal(console):
+        if console.is_dumb_terminal:  # it cannot be drawn over: frames below each other
+            while True:
+                console.print(frame())
+                time.sleep(every)
         with Live(frame(), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(every)
                 live.update(frame(), refresh=True)
+
+
+@contextmanager
+def _ended_by_a_signal(console: Console) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end what is within, the screen restored; SIGTERM ends the process too."""
+
+    def end(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
     except KeyboardInterrupt:
-        return
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if console.is_alt_screen:  # it came while the display was being set up
+            console.set_alt_screen(False)
+            console.show_cursor(True)
 
 
 def _few(steps: np.ndarray, values: np.ndarray) -> dict[int, float]:

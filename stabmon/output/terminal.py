@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from stabmon.runs.jsonl import plain
+
+_NARROW = 60
 
 
 def printable(text: str) -> str:
@@ -54,10 +56,29 @@ def short(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else printable(str(value))
 
 
+class _Fitting:
+    """A table where it fits, else its rows as lines of words."""
+
+    def __init__(self, wide: Table, lines: Sequence[Text]) -> None:
+        """Keeps both."""
+        self._wide, self._lines = wide, lines
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        """The one that fits."""
+        if options.max_width >= _NARROW:
+            yield self._wide
+            return
+        yield from self._lines
+
+
 def table(
     title: str, rows: Sequence[Sequence[Any]], columns: Sequence[str], *, words: int = 1
-) -> Table:
+) -> RenderableType:
     """Returns a table; the first columns hold words, the others numbers.
+
+    On a narrow terminal each row is a few lines of its own, broken between words.
 
     Args:
         title: Above it.
@@ -72,7 +93,14 @@ def table(
         made.add_column(column, justify=side, overflow="fold", no_wrap=i >= words)
     for row in rows:
         made.add_row(*(x if isinstance(x, Text) else Text(short(x)) for x in row))
-    return made
+    lines = [Text(printable(title), "italic")]
+    for row in rows:
+        cells = [(x.plain if isinstance(x, Text) else short(x)) for x in row]
+        named = [
+            f"{name} {cell}" for name, cell in zip(columns[words:], cells[words:], strict=True)
+        ]
+        lines.append(Text("  ".join(x for x in [*cells[:words], *named] if x)))
+    return _Fitting(made, lines)
 
 
 def show_json(console: Console, value: Any) -> None:

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from stabmon.checkpoints.source import Checkpoint
@@ -83,13 +82,13 @@ def _identity(checkpoint: Checkpoint) -> dict[str, Any]:
     return {"name": checkpoint.name, "path": checkpoint.path, "step": checkpoint.step}
 
 
-def _every(health: Health) -> Table:
+def _every(health: Health) -> RenderableType:
     """A row for each matrix."""
     rows = [(place(row), *(row[name] for name in _STATS)) for row in health.matrices]
     return table(_title(health), rows, ("matrix", *_EVERY))
 
 
-def _by_role(health: Health) -> Table:
+def _by_role(health: Health) -> RenderableType:
     """A row for each role: the middle, and the worst with its layer."""
     rows = []
     for role, group in _groups(health.matrices):
@@ -134,7 +133,7 @@ def _title(health: Health) -> str:
     return f"{health.checkpoint.name}, layout {health.layout}; medians over layers"
 
 
-def _moves(change: Change, title: str) -> Table:
+def _moves(change: Change, title: str) -> RenderableType:
     """A row for each role: how far its matrices moved, and in how many directions."""
     rows = []
     for role, group in _groups(change.matrices):
@@ -147,7 +146,7 @@ def _moves(change: Change, title: str) -> Table:
     return table(title, rows, columns)
 
 
-def _increments(heads: Sequence[Row], title: str) -> Table:
+def _increments(heads: Sequence[Row], title: str) -> RenderableType:
     """A row for each of the increments: size, effective rank, and the head where it is lowest."""
     names = {"delta1": "Δ1", "delta2": "Δ2", "delta3": "Δ3", "query": "ΔW_q", "key": "ΔW_k"}
     rows = []

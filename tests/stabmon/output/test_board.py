@@ -1,11 +1,16 @@
 """The board fits the terminal, shows the four, and cannot be steered by what a run says."""
 
 import io
+import os
+import signal
+import subprocess
+import sys
 
 import pytest
 from rich.console import Console
 
 from stabmon.output.board import Board, watch
+from stabmon.output.terminal import table
 from stabmon.runs.runlog import RunLog
 
 RATIO, ENTROPY = "activations/global/rank_ratio", "attention/global/entropy"
@@ -110,3 +115,43 @@ def test_the_next_frame_shows_what_came_since(folder):
 def test_a_folder_that_is_not_there_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nix is not there: give a run's folder"):
         Board(tmp_path / "nix")
+
+
+def test_a_narrow_terminal_keeps_words_whole(tmp_path):
+    with RunLog.open(tmp_path / "run", {}) as log:
+        log.sample(10, {"symptoms/global/loss/value": 2.0})
+    console = Console(width=40, height=30, file=io.StringIO())
+    watch(tmp_path / "run", console, once=True)
+    text = console.file.getvalue()
+    assert "attention entropy, nats" in text
+    assert "no activations/global/rank_ratio yet" in text
+    rows = [("non-finite", 610, "symptoms/global/loss/value")]
+    console.print(table("Alarms", rows, ("what", "step", "key"), words=1))
+    assert "non-finite  step 610" in console.file.getvalue()
+
+
+WATCH = """
+import sys
+from rich.console import Console
+from stabmon.output.board import watch
+watch(sys.argv[1], Console(force_terminal=True, width=80, height=24), every=0.05)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("terminal", ["xterm", "dumb"])
+def test_a_terminal_is_restored_when_watching_is_ended(folder, terminal):
+    env = {**os.environ, "TERM": terminal}
+    command = [sys.executable, "-c", WATCH, str(folder)]
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE)
+    shown = b""
+    while b"rank ratio" not in shown:
+        shown += child.stdout.read1()
+    child.terminate()
+    rest, _ = child.communicate(timeout=20)
+    assert child.returncode == 128 + signal.SIGTERM
+    text = (shown + rest).decode()
+    if terminal == "dumb":
+        assert "\x1b[" not in text
+    else:
+        assert text.count("\x1b[?1049h") == text.count("\x1b[?1049l") == 1

@@ -289,6 +289,22 @@ with RunLog.open({str(tmp_path)!r}, {{"seed": 0}}, resume=True) as log:
     assert steps(tmp_path) == list(range(len(steps(tmp_path))))
 
 
+@pytest.mark.slow
+def test_the_lock_of_a_killed_process_dies_with_it(tmp_path):
+    program = (
+        "import sys, time\nfrom stabmon.runs.runlog import RunLog\n"
+        "log = RunLog.open(sys.argv[1], {})\nprint('open', flush=True)\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "open\n"
+    with pytest.raises(BlockingIOError, match="another run writes to this folder"):
+        RunLog.open(tmp_path, {}, resume=True)
+    child.kill()
+    child.communicate()
+    RunLog.open(tmp_path, {}, resume=True).close()
+
+
 def test_a_write_error_names_the_file(tmp_path, monkeypatch):
     def full(descriptor, data):
         raise OSError(28, "No space left on device")
