@@ -106,7 +106,7 @@ def _by_role(health: Health) -> RenderableType:
     return table(_title(health), rows, (*columns, "lowest (layer)", "eff. rank"))
 
 
-def _vectors(health: Health) -> Table:
+def _vectors(health: Health) -> RenderableType:
     """A row for each kind of norm scales and other arrays: extreme entries over the layers."""
     kinds: dict[str, list[Row]] = {}
     for row in health.vectors:
