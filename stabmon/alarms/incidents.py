@@ -1,8 +1,8 @@
 """Incidents: everything that one thing that happens raises, told as one.
 
 An incident is opened by the first alarm, gathers the alarms that follow, and ends once the run has
-been quiet for a while. A diagnosis may sharpen while it is open; it does not disappear when evidence
-grows old. What raises alarms is in `detectors/`, what they say together in `diagnosis.py`.
+been quiet for a while. A diagnosis may sharpen while it is open; it does not disappear when its
+evidence grows old. What raises alarms is in `detectors/`, what they say together in `diagnosis.py`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -39,7 +39,7 @@ class CarryingOut:
     Attributes:
         folder: The run's folder.
         watcher: Detectors and ladder.
-        save: Writes a state: (step, state).
+        save: Writes a state: (step, state); None: there are no checkpoints.
         restore: Returns the state that was saved at a step.
         change: Applies a kind of action to a state: (kind, state, factor) -> state.
         rewind: Tells the log that training goes on from a step.
@@ -49,8 +49,8 @@ class CarryingOut:
 
     folder: Path
     watcher: Watcher
-    save: Save
-    restore: Restore
+    save: Save | None
+    restore: Restore | None
     change: Callable[[Kind, PyTree, float], PyTree]
     rewind: Callable[[int, int], None]
     delete: Callable[[int], None] | None = None
@@ -82,6 +82,8 @@ class CarryingOut:
 
         The detectors' state is written first: a checkpoint without it is never left behind.
         """
+        if self.save is None:
+            raise ValueError("a checkpoint needs save=(step, state) -> None: give it to Watch")
         ledger = self.watcher.recovery.ledger
         ledger.saved(step, self.watcher.detectors.grade, loss, is_finite(state))
         if leads():
@@ -108,7 +110,7 @@ class CarryingOut:
         journal = self._journal()
         if journal is not None and journal["number"] > self.watcher.recovery.standing.rollbacks:
             return self._undo(journal)
-        return step, self.restore(step)
+        return step, self._restored(step)
 
     def roll_back(self) -> tuple[int, PyTree]:
         """Carry out the pending rollback.
@@ -130,7 +132,7 @@ class CarryingOut:
     def _undo(self, journal: Mapping[str, Any]) -> tuple[int, PyTree]:
         """Go back as the journal says: restore, smaller learning rate, renewed moments."""
         target, recovery = int(journal["target"]), self.watcher.recovery
-        state = self.restore(target)
+        state = self._restored(target)
         self._recall(target)
         recovery.restore(journal["recovery"])
         recovery.rolled_back()
@@ -146,6 +148,11 @@ class CarryingOut:
             if leads():
                 self._notes(later).unlink(missing_ok=True)
         return target, state
+
+    def _restored(self, step: int) -> PyTree:
+        if self.restore is None:
+            raise ValueError("going back needs restore=(step) -> state: give it to Watch")
+        return self.restore(step)
 
     def _notes(self, step: int) -> Path:
         return self.folder / "watch" / f"{step:08d}.json"

@@ -1,0 +1,183 @@
+"""`Journal`: samples that wait for the device, and what is written once they have arrived.
+
+It hands each sample to the run's log, to the sinks and to the watcher, and tells what happened.
+What a training loop calls is `watch.py`'s.
+"""
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from stabmon.alarms.incidents import Change, Incident
+from stabmon.hosts import agree
+from stabmon.monitor import Readings
+from stabmon.quantities import GRAD_NORM, HELD_OUT, LEARNING_RATE, LOSS
+from stabmon.recovery.ladder import Action
+from stabmon.recovery.watcher import Seen, Watcher
+from stabmon.runs.jsonl import read_jsonl
+from stabmon.runs.runlog import RunLog
+from stabmon.watch.schedule import Schedule, rate_at
+
+OnIncident = Callable[[Change, Incident], None]
+OnAction = Callable[[Action], None]
+SCALARS = {
+    "loss": LOSS,
+    "held_out": HELD_OUT,
+    "grad_norm": GRAD_NORM,
+    "learning_rate": LEARNING_RATE,
+}
+# Samples that may wait for the device; beyond it the host is far ahead and waits for the oldest.
+_AHEAD = 64
+_LOGGER = logging.getLogger("stabmon")
+
+
+class Sample(NamedTuple):
+    """What was measured at a step and may still be on its way from the device."""
+
+    step: int
+    readings: Readings | None
+    scalars: Mapping[str, Any]
+
+    def arrived(self) -> bool:
+        """Whether all of it can be read without waiting."""
+        leaves: list[Any] = jax.tree.leaves((self.readings, dict(self.scalars)))
+        return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+
+
+class Journal:
+    """Writes the samples of a run in their order.
+
+    Attributes:
+        watcher: Detectors, incidents and ladder.
+        loss: The newest loss that was written, NaN before.
+        lost: Samples that could not be written.
+    """
+
+    def __init__(
+        self,
+        log: RunLog | None,
+        sinks: Sequence[Any],
+        watcher: Watcher,
+        schedule: Schedule,
+        on_incident: Sequence[OnIncident],
+        on_action: Sequence[OnAction],
+    ) -> None:
+        """Nothing is written before the first sample; `log` is None but on the first process."""
+        self.watcher, self.loss, self.lost = watcher, math.nan, 0
+        self._log, self._sinks, self._schedule = log, sinks, schedule
+        self._on_incident, self._on_action = on_incident, on_action
+        self._waiting: deque[Sample] = deque()
+        self._broken = False
+
+    def add(self, sample: Sample) -> None:
+        """Takes a sample; it is written by a later call."""
+        self._waiting.append(sample)
+
+    def write(self, before: int | None = None) -> list[Seen]:
+        """Writes the samples that have arrived; what they led to.
+
+        Args:
+            before: Waits for the samples of earlier steps, and writes no others: what is done then
+                depends on steps alone.
+        """
+        seen = []
+        while self._waiting:
+            first = self._waiting[0]
+            full = len(self._waiting) > _AHEAD
+            ready = first.step < before if before is not None else first.arrived()
+            if not ready and not full:
+                break
+            seen.append(self._write(self._waiting.popleft()))
+        return seen
+
+    def flush(self) -> list[Seen]:
+        """Writes every sample; waits for the device."""
+        return [self._write(self._waiting.popleft()) for _ in range(len(self._waiting))]
+
+    def drop(self) -> None:
+        """Forgets what waits: the run goes back to an earlier step."""
+        self._waiting.clear()
+
+    def event(self, kind: str, step: int, **fields: Any) -> None:
+        """Writes what happened."""
+        if self._log is not None:
+            self._safely(lambda log: log.event(kind, step, **fields))
+
+    def rewind(self, step: int, number: int) -> None:
+        """Writes that training goes on from `step`, for the `number`th time."""
+        if self._log is None:
+            return
+        events = read_jsonl(self._log.folder / "events.jsonl")
+        if sum(row.get("kind") == "rewind" for row in events) < number:
+            self._safely(lambda log: log.rewind(step))
+
+    def close(self) -> None:
+        """Closes log and sinks."""
+        for sink in self._sinks:
+            sink.close()
+        if self._log is not None:
+            self._log.close()
+
+    def _write(self, sample: Sample) -> Seen:
+        step, readings, scalars = sample
+        values = {} if readings is None else readings.flatten()
+        numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
+        tokens = numbers.pop("tokens", None)
+        values |= {SCALARS.get(k, f"scalars/global/{k}/value"): x for k, x in numbers.items()}
+        rate = rate_at(self._schedule, step)
+        if rate is not None:
+            values.setdefault(LEARNING_RATE, rate)
+        self.loss = values.get(LOSS, self.loss)
+        count = None if tokens is None else int(tokens)
+        if self._log is not None:
+            self._safely(lambda log: log.sample(step, values, tokens=count), samples=1)
+        for sink in self._sinks:
+            sink.write(step, values)
+        seen = self.watcher.observe(step, values)
+        for row in seen.events():
+            self.event(**row)
+        self._name_leaf(step, readings)
+        agree(f"what step {step} led to", [values, seen.events()])
+        if self._log is not None:
+            for found in seen.incidents:
+                self._call(self._on_incident, *found)
+        for action in seen.actions:
+            self._call(self._on_action, action)
+        return seen
+
+    def _name_leaf(self, step: int, readings: Readings | None) -> None:
+        """Write the first leaf that is not finite, once until all are finite again."""
+        if readings is None or "symptoms" not in readings.valid:
+            return
+        path = readings.offender()
+        if path is not None and not self._broken:
+            self.event("nonfinite", step, path=path)
+        self._broken = path is not None
+
+    def _safely(self, write: Callable[[RunLog], None], samples: int = 0) -> None:
+        """Write to the log; where the disk refuses, say so once and let training go on."""
+        if self._log is None:
+            return
+        try:
+            write(self._log)
+        except OSError as error:
+            if not self.lost:
+                _LOGGER.error(
+                    "%s cannot be written (%s); training goes on, its samples are lost until it "
+                    "can be written again",
+                    self._log.folder,
+                    error,
+                )
+            self.lost += samples
+
+    def _call(self, functions: Sequence[Callable[..., None]], *arguments: Any) -> None:
+        """Call functions of the user; one that fails is told and does not stop the run."""
+        for function in functions:
+            try:
+                function(*arguments)
+            except Exception as error:
+                _LOGGER.warning("%r failed: %s: %s", function, type(error).__name__, error)

@@ -1,0 +1,327 @@
+"""`Watch`: monitors, alarms, run folder, report and recovery around any training loop.
+
+What lives here: the object that a training loop holds. What does not: what is measured (`monitor`),
+what is judged (`alarms`), how a rollback is carried out (`recovery`), files (`runs`).
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.core import Tracer
+from jaxtyping import PyTree
+
+from stabmon.alarms.reference import Reference
+from stabmon.alarms.standard import standard_detectors
+from stabmon.hosts import agree, leads
+from stabmon.layout import Layout, find_layout
+from stabmon.layout.gather import match
+from stabmon.layout.paths import leaves_with_paths
+from stabmon.monitor import Monitor, Readings
+from stabmon.recovery.carrying_out import CarryingOut, Restore, Save
+from stabmon.recovery.control import change
+from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
+from stabmon.recovery.ledger import CheckpointLedger
+from stabmon.recovery.recovery import Recovery
+from stabmon.recovery.watcher import Watcher
+from stabmon.runs.runlog import RunLog
+from stabmon.watch import termination
+from stabmon.watch.journal import Journal, OnAction, OnIncident, Sample
+from stabmon.watch.schedule import Schedule, warmup_of
+
+EXIT_LOST = 74
+
+
+class Watch:
+    """Watches one training run; the same around every trainer.
+
+    Put `transforms()` behind the optimizer, call `measure` in the jitted step and `observe` on the
+    host. With `act=True` and the functions `save` and `restore` it also carries out the recovery
+    ladder; see `resume`, `apply` and `checkpoint`.
+
+    Attributes:
+        folder: The run's folder.
+        layout: Where the matrices lie.
+        monitor: What is measured how often.
+        watcher: Detectors and ladder.
+        step: The next step: one more than was observed last, or where a rollback went back to.
+
+    >>> import tempfile, jax.numpy as jnp, optax, stabmon
+    >>> attn = {name: {"kernel": jnp.ones((2, 8, 4, 2))} for name in "qkv"}
+    >>> params = {"layers": {"attn": attn}}
+    >>> with stabmon.Watch(tempfile.mkdtemp(), params, schedule=lambda step: 0.1) as watch:
+    ...     tx = optax.chain(optax.sgd(0.1), watch.transforms())
+    ...     readings = watch.measure(0, params, tx.init(params))
+    ...     watch.observe(0, readings, loss=2.5)
+    >>> stabmon.runs.load_run(watch.folder).metrics["symptoms/global/loss/value"]
+    (array([0]), array([2.5]))
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        params: PyTree,
+        *,
+        config: Mapping[str, Any] | None = None,
+        schedule: Schedule = None,
+        layout: Layout | None = None,
+        monitor: Monitor | None = None,
+        keep: int = 4,
+        warmup: int | None = None,
+        window: int = 200,
+        reference: Reference | None = None,
+        sinks: Sequence[Any] = (),
+        on_incident: Sequence[OnIncident] = (),
+        on_action: Sequence[OnAction] = (),
+        act: bool = False,
+        policy: Policy | None = None,
+        ledger: CheckpointLedger | None = None,
+        save: Save | None = None,
+        restore: Restore | None = None,
+        delete: Callable[[int], None] | None = None,
+    ):
+        """Opens or resumes the run's folder and builds what watches it.
+
+        Args:
+            folder: Such as "runs/a"; made where it is not there, gone on with where it is.
+            params: Parameters of the model, real or abstract.
+            config: What makes the run what it is; a folder with another one is refused.
+            schedule: Learning rate, or a function of the step. It is recorded with each sample, and
+                the warm-up is read off it.
+            layout: Where the matrices lie; None: `find_layout(params)`.
+            monitor: What is measured how often; None: `Monitor(layout)`.
+            keep: Snapshots in the ring, one each `monitor.delta` steps.
+            warmup: Steps of learning-rate warm-up; None: from the schedule, else 100.
+            window: Steps of the healthy window after it.
+            reference: Bands of clean runs, judged besides.
+            sinks: Where samples go besides the folder: objects with `write(step, values)` and
+                `close()`.
+            on_incident: Called with (change, incident), on the first process.
+            on_action: Called with each action that the ladder asks for or advises.
+            act: Whether the ladder is carried out; False: what it would do is written as advice.
+            policy: How the ladder is climbed; its `act` is the argument's.
+            ledger: Which checkpoints are trusted.
+            save: Writes a training state: (step, state).
+            restore: Returns the training state that was saved at a step.
+            delete: Removes the checkpoint at a step; None: none is ever removed.
+
+        Raises:
+            FileExistsError: The folder holds a run of another configuration.
+            ValueError: `act` without `save` and `restore`, or the layout is not found.
+        """
+        if act and (save is None or restore is None):
+            raise ValueError(
+                "act=True needs save=(step, state) -> None and restore=(step) -> state; "
+                "OrbaxCheckpoints(folder, like=state) has both"
+            )
+        self.folder = Path(folder)
+        self.layout = find_layout(params) if layout is None else layout
+        roles = _roles(self.layout, params)
+        default = Monitor(self.layout, router=10 if "router" in roles else 0)
+        self.monitor = default if monitor is None else monitor
+        self.step, self._keep, self._act = 0, keep, act
+        detectors = standard_detectors(
+            warmup_of(schedule) if warmup is None else warmup,
+            window,
+            reference,
+            qk_norm=bool(roles & {"q_scale", "k_scale"}),
+        )
+        policy = replace(Policy() if policy is None else policy, act=act)
+        recovery = Recovery(policy, CheckpointLedger() if ledger is None else ledger)
+        self.watcher = Watcher(detectors, recovery)
+        agree("the configuration", dict(config or {}))
+        log = RunLog.open(self.folder, dict(config or {}), resume=True) if leads() else None
+        sinks = tuple(sinks) if leads() else ()
+        self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_action)
+        self.recovery = CarryingOut(
+            self.folder, self.watcher, save, restore, change, self.journal.rewind, delete
+        )
+        self._beside = jax.jit(self.monitor, static_argnames="due")
+        self._release: Callable[[], None] = lambda: None
+
+    # In the optimizer and in the step.
+
+    def transforms(self) -> Any:
+        """Returns the transform to put behind the optimizer: `optax.chain(tx, watch.transforms())`.
+
+        The snapshot ring, and before it the factor of the learning rate where the ladder acts.
+        """
+        ours: Any = import_module("optax_ext")
+        control = (ours.scale_by_control(),) if self._act else ()
+        selected = self.layout.selects("qk", "router")
+        every = self.monitor.delta
+        ring = (ours.track_delta(every, self._keep, select=selected),) if every else ()
+        return optax.chain(*control, *ring)
+
+    def due(self, step: int, *tiers: str) -> tuple[str, ...]:
+        """Returns the tiers that are sampled at `step`, a static argument of the jitted step.
+
+        Args:
+            step: The step.
+            *tiers: Only these; none: all.
+        """
+        return tuple(x for x in self.monitor.due(step) if not tiers or x in tiers)
+
+    def measure(
+        self,
+        step: Any,
+        params: PyTree,
+        opt_state: PyTree,
+        intermediates: Any = None,
+        *,
+        due: Collection[str] | None = None,
+        **seen: Any,
+    ) -> Readings | None:
+        """Returns what is due at `step`, before the update of that step.
+
+        Inside a jitted step it is `Monitor.__call__`. Outside of one it is a program of its own:
+        call it before the step; where nothing is due it returns None.
+
+        Args:
+            step: Updates applied so far.
+            params: Parameters before the update.
+            opt_state: Optimizer state before the update.
+            intermediates: What left the forward pass; see `Monitor`.
+            due: From `watch.due(step)`, static; None inside a jitted step: each tier under a
+                conditional.
+            **seen: `grads`, `updates`, `loss`, `jacobian`, as of `Monitor`.
+        """
+        if _is_traced(step, params, opt_state):
+            return self.monitor(step, params, opt_state, intermediates, due=due, **seen)
+        due = self.due(int(step)) if due is None else tuple(due)
+        if not due:
+            return None
+        step = np.int32(step)
+        return self._beside(step, params, opt_state, intermediates, due=due, **seen)
+
+    # On the host.
+
+    def observe(self, step: int, readings: Readings | None = None, **scalars: Any) -> None:
+        """Takes what was measured at `step`, and scalars of the trainer's own.
+
+        It does not wait for the device: a sample is written once its values have arrived. Only
+        where the ladder acts, or with several processes, the sample of one step is written before
+        the next but one begins, so that all see the same at the same step.
+
+        Args:
+            step: The step.
+            readings: From `measure`; several may be joined with `|`.
+            **scalars: `loss` (nats per token), `held_out`, `grad_norm`, `learning_rate`, `tokens`
+                and any others. Arrays of the device are written where the symptoms are due, numbers
+                of the host and `held_out` always.
+        """
+        step, due = int(step), bool(self.monitor.due(int(step)))
+        known = {name: x for name, x in scalars.items() if x is not None}
+        kept = {name: x for name, x in known.items() if due or _is_kept(name, x)}
+        if readings is not None or kept.keys() - {"tokens"}:
+            self.journal.add(Sample(step, readings, kept))
+        self.step = step + 1
+        strict = self._act or jax.process_count() > 1
+        for seen in self.journal.write(before=step if strict else None):
+            self.recovery.take(seen.step, seen.actions)
+
+    def flush(self) -> None:
+        """Writes every sample that waits; waits for the device."""
+        for seen in self.journal.flush():
+            self.recovery.take(seen.step, seen.actions)
+
+    def resume(self, state: PyTree) -> PyTree:
+        """Returns the state to go on with: of the newest checkpoint, or `state` without one.
+
+        `watch.step` is then the step to go on from. A rollback that a kill interrupted is finished.
+
+        Args:
+            state: A fresh state.
+        """
+        steps = self.recovery.steps()
+        if not steps:
+            return state
+        self.step, state = self.recovery.resume(steps[-1])
+        return state
+
+    def apply(self, state: PyTree) -> PyTree:
+        """Returns the state that the next step starts from, with what the ladder asks for done.
+
+        Where a rollback is due it is carried out, and `watch.step` goes back.
+
+        Args:
+            state: The training state.
+        """
+        if not self._act:
+            return state
+        if self.recovery.rolling_back:
+            self.journal.drop()
+            self.step, state = self.recovery.roll_back()
+        return self.recovery.apply(self.step, state)
+
+    def checkpoint(self, state: PyTree) -> None:
+        """Saves `state`, of step `watch.step`, by the caller's `save`, and what watches it.
+
+        Args:
+            state: The training state; whether it is finite is checked here.
+        """
+        self.flush()
+        if not self.recovery.rolling_back:
+            self.recovery.checkpoint(self.step, state, self.journal.loss)
+
+    @property
+    def data_step(self) -> int:
+        """Index of the batch to train on next: the step, and what was skipped after rollbacks."""
+        return self.step + self.recovery.data_shift
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the ladder has stopped the run; always False where it only advises."""
+        return self.watcher.recovery.stop
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code for the process: 70 where the ladder stopped it, 74 where samples were lost."""
+        if self.stopped:
+            return EXIT_UNRECOVERED
+        return EXIT_LOST if self.journal.lost else 0
+
+    def report(self) -> Path:
+        """Writes `report.html` into the run's folder and returns its path.
+
+        Raises:
+            ImportError: Plotly is not installed: `pip install "stabmon[cli]"`.
+        """
+        self.flush()
+        pages: Any = import_module("stabmon.output.report")
+        return pages.write_report([self.folder], self.folder / "report.html")
+
+    def __enter__(self) -> "Watch":
+        self._release = termination.catch()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
+        self._release()
+        try:
+            self.flush()
+        finally:
+            if error is not None:
+                self.journal.event("ended", self.step, error=f"{type(error).__name__}: {error}")
+            elif self.stopped:
+                self.journal.event("stopped", self.step, code=EXIT_UNRECOVERED)
+            self.journal.close()
+
+
+def _roles(layout: Layout, params: PyTree) -> set[str]:
+    """Roles of the matrices that a layout finds."""
+    found, _ = match(layout.rules, leaves_with_paths(params))
+    return {role for item in found for role in item.rule.roles}
+
+
+def _is_kept(name: str, x: Any) -> bool:
+    """Whether a scalar is written at a step where nothing is due."""
+    return name == "held_out" or not isinstance(x, jax.Array)
+
+
+def _is_traced(*trees: Any) -> bool:
+    return any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(trees))
