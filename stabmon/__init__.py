@@ -54,3 +54,7 @@ from stabmon.monitor import Monitor as Monitor
 from stabmon.monitor.readings import Readings as Readings
 from stabmon.monitor.snapshots import Delta as Delta
 from stabmon.monitor.snapshots import read_delta as read_delta
+from stabmon.recovery.checkpoints import OrbaxCheckpoints as OrbaxCheckpoints
+from stabmon.recovery.ladder import Policy as Policy
+from stabmon.recovery.ledger import CheckpointLedger as CheckpointLedger
+from stabmon.watch.watch import Watch as Watch

@@ -159,7 +159,7 @@ class Acting:
             return
         trees = jax.tree.leaves((state.params, state.opt_state))
         finite = all(bool(jnp.all(jnp.isfinite(x))) for x in trees)
-        self.recovery.ledger.saved(step, self.watcher.board.grade, loss, finite)
+        self.recovery.ledger.saved(step, self.watcher.detectors.grade, loss, finite)
         self.saved.save(state, self._state())
         for old in self.recovery.ledger.deletable():
             self.saved.delete(old)
@@ -217,7 +217,7 @@ class Acting:
     def _state(self) -> dict[str, Any]:
         return plain(
             {
-                "board": self.watcher.board.state(),
+                "board": self.watcher.detectors.state(),
                 "recovery": self.recovery.state(),
                 "named": self.watcher.named.value,
                 "scale": self._scale,
@@ -233,7 +233,7 @@ class Acting:
                 "begun, or begin a new run with them"
             )
         notes = floats(dict(notes))
-        self.watcher.board.restore(notes["board"])
+        self.watcher.detectors.restore(notes["board"])
         self.recovery.restore(notes["recovery"])
         self._forget_deleted()
         self.watcher.named = Fault(notes["named"])

@@ -132,7 +132,9 @@ class Incidents:
 
     def state(self) -> dict[str, Any]:
         """What is open, as JSON can hold it."""
-        return {"count": self.count, "current": self.current and asdict(self.current)}
+        found = self.current
+        row = None if found is None else asdict(found) | {"fault": found.fault.value}
+        return {"count": self.count, "current": row}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state`."""

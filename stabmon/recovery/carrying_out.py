@@ -80,20 +80,20 @@ class CarryingOut:
     def checkpoint(self, step: int, state: PyTree, loss: float) -> None:
         """Enter a checkpoint in the ledger, write it, and delete those that may go.
 
-        The detectors' state is written first: a checkpoint without it is never left behind.
+        The detectors' state is written last: a checkpoint without it does not count, so a kill in
+        between costs the steps since the one before.
         """
-        if self.save is None:
+        save = self.save
+        if save is None:
             raise ValueError("a checkpoint needs save=(step, state) -> None: give it to Watch")
         ledger = self.watcher.recovery.ledger
         ledger.saved(step, self.watcher.detectors.grade, loss, is_finite(state))
+        save(step, state)
         if leads():
             _write(self._notes(step), self._state())
-        self.save(step, state)
         for old in ledger.deletable() if self.delete is not None else ():
-            self.delete(old)
+            self._remove(old)
             ledger.forget([old])
-            if leads():
-                self._notes(old).unlink(missing_ok=True)
 
     def steps(self) -> list[int]:
         """Steps of the checkpoints that have notes, ascending."""
@@ -153,6 +153,13 @@ class CarryingOut:
         if self.restore is None:
             raise ValueError("going back needs restore=(step) -> state: give it to Watch")
         return self.restore(step)
+
+    def _remove(self, step: int) -> None:
+        """Delete a checkpoint, its notes first."""
+        if leads():
+            self._notes(step).unlink(missing_ok=True)
+        if self.delete is not None:
+            self.delete(step)
 
     def _notes(self, step: int) -> Path:
         return self.folder / "watch" / f"{step:08d}.json"

@@ -32,13 +32,19 @@ def change(kind: Kind, state: PyTree, amount: float) -> PyTree:
     ours: Any = import_module("optax_ext")
     match kind:
         case Kind.SCALE_LEARNING_RATE:
-            return ours.set_learning_rate_scale(state, amount)
+            return ours.scale_learning_rate(state, amount)
         case Kind.RESET_OPTIMIZER:
-            return ours.reset_moments(state)
+            return ours.reset_moments(state, jax.tree.map(_zero, state))
         case Kind.MSIGN:
             params = _params(state)
             return _with_params(state, _signed(params))
     return state
+
+
+def _zero(x: Any) -> Any:
+    """What a moment or its count begins at; anything else but an array of numbers as it is."""
+    numeric = hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.number)
+    return jnp.zeros_like(x) if numeric else x
 
 
 @jax.jit

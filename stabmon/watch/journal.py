@@ -45,7 +45,8 @@ class Sample(NamedTuple):
     def arrived(self) -> bool:
         """Whether all of it can be read without waiting."""
         leaves: list[Any] = jax.tree.leaves((self.readings, dict(self.scalars)))
-        return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+        waits = (getattr(leaf, "is_ready", None) for leaf in leaves)
+        return all(ready() for ready in waits if ready is not None)
 
 
 class Journal:

@@ -58,7 +58,8 @@ class Watch:
     ...     tx = optax.chain(optax.sgd(0.1), watch.transforms())
     ...     readings = watch.measure(0, params, tx.init(params))
     ...     watch.observe(0, readings, loss=2.5)
-    >>> stabmon.runs.load_run(watch.folder).metrics["symptoms/global/loss/value"]
+    >>> from stabmon.runs.run import load_run
+    >>> load_run(watch.folder).metrics["symptoms/global/loss/value"]
     (array([0]), array([2.5]))
     """
 
