@@ -66,7 +66,7 @@ def board(monkeypatch):
 
 def story(config):
     """Events but for their time: (kind, step, what)."""
-    names = {"action": "action", "alarm": "key", "diagnosis": "fault"}
+    names = {"action": "action", "alarm": "key", "diagnosis": "fault", "incident": "change"}
     events = read_jsonl(config.runs / "tiny" / "events.jsonl")
     return [(e["kind"], e["step"], e.get(names.get(e["kind"], ""), "")) for e in events]
 
@@ -89,6 +89,7 @@ def test_the_events_tell_the_story_in_order(whole):
     assert story(config) == [
         ("alarm", 20, UPDATE),
         ("diagnosis", 20, "learning rate"),
+        ("incident", 20, "opened"),
         ("action", 20, "scale learning rate"),
         ("action", 30, "roll back"),
         ("action", 30, "scale learning rate"),
@@ -211,7 +212,7 @@ def test_a_replay_of_an_advised_run_says_what_was_said(tmp_path, board):
     policy = acting.Policy(watch=10, verify=15, joint=1)
     watcher = acting.Watcher(limited()(), acting.Recovery(policy, acting.CheckpointLedger(5)))
     assert replay_events(run, watcher) == said[:-1]
-    assert {x["kind"] for x in said} == {"alarm", "diagnosis", "action", "finished"}
+    assert {x["kind"] for x in said} == {"alarm", "diagnosis", "incident", "action", "finished"}
 
 
 def test_where_nothing_helps_the_run_stops_with_its_own_code(tmp_path, monkeypatch):
@@ -232,7 +233,7 @@ def test_around_an_s0_the_batches_are_written(tmp_path):
     order = [np.array([step, step + 1]) for step in range(1000)]
     actor = Acting(tmp_path, log, saved, acting.Watcher(limited()(), acting.Recovery()))
     actor._windows = order
-    actor.watcher.board = type(
+    actor.watcher.detectors = type(
         "Board",
         (),
         {

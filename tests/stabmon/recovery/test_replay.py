@@ -39,10 +39,10 @@ def test_a_replay_says_what_a_watcher_says_while_the_run_goes_on():
     watcher = Watcher(standard_detectors(), Recovery())
     live = [row for step, values in rows for row in watcher.observe(step, values).events()]
     assert replay_events(recorded(rows)) == live
-    order = ["alarm", "diagnosis", "action"]
+    order = ["alarm", "diagnosis", "incident", "action"]
     places = [(x["step"], order.index(x["kind"])) for x in live]
     assert places == sorted(places)
-    assert {x["kind"] for x in live} == {"alarm", "diagnosis", "action"}
+    assert {x["kind"] for x in live} == set(order)
     assert live[-1]["step"] >= 800
 
 
