@@ -74,9 +74,22 @@ class Journal:
         self._waiting: deque[Sample] = deque()
         self._broken = False
 
-    def add(self, sample: Sample) -> None:
-        """Takes a sample; it is written by a later call."""
-        self._waiting.append(sample)
+    def add(
+        self, step: int, readings: Readings | None, scalars: Mapping[str, Any], due: bool
+    ) -> None:
+        """Takes a sample; it is written by a later call.
+
+        Args:
+            step: Its step.
+            readings: What the monitor measured.
+            scalars: The trainer's own, by name; arrays of the device only where something is `due`.
+            due: Whether a tier is sampled at this step.
+        """
+        known = {name: x for name, x in scalars.items() if x is not None}
+        always = lambda name, x: name == "held_out" or not isinstance(x, jax.Array)
+        kept = {name: x for name, x in known.items() if due or always(name, x)}
+        if readings is not None or kept.keys() - {"tokens"}:
+            self._waiting.append(Sample(step, readings, kept))
 
     def write(self, before: int | None = None) -> list[Seen]:
         """Writes the samples that have arrived; what they led to.

@@ -17,21 +17,17 @@ from jax.core import Tracer
 from jaxtyping import PyTree
 
 from stabmon.alarms.reference import Reference
-from stabmon.alarms.standard import standard_detectors
 from stabmon.hosts import agree, leads
 from stabmon.layout import Layout, find_layout
-from stabmon.layout.gather import match
-from stabmon.layout.paths import leaves_with_paths
 from stabmon.monitor import Monitor, Readings
 from stabmon.recovery.carrying_out import CarryingOut, Restore, Save
 from stabmon.recovery.control import change
 from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
 from stabmon.recovery.ledger import CheckpointLedger
-from stabmon.recovery.recovery import Recovery
-from stabmon.recovery.watcher import Watcher
 from stabmon.runs.runlog import RunLog
 from stabmon.watch import termination
-from stabmon.watch.journal import Journal, OnAction, OnIncident, Sample
+from stabmon.watch.defaults import default_monitor, default_watcher, roles_of
+from stabmon.watch.journal import Journal, OnAction, OnIncident
 from stabmon.watch.schedule import Schedule, warmup_of
 
 EXIT_LOST = 74
@@ -100,8 +96,7 @@ class Watch:
             warmup: Steps of learning-rate warm-up; None: from the schedule, else 100.
             window: Steps of the healthy window after it.
             reference: Bands of clean runs, judged besides.
-            sinks: Where samples go besides the folder: objects with `write(step, values)` and
-                `close()`.
+            sinks: Where samples go besides: objects with `write(step, values)` and `close()`.
             on_incident: Called with (change, incident), on the first process.
             on_action: Called with each action that the ladder asks for or advises.
             act: Whether the ladder is carried out; False: what it would do is written as advice.
@@ -122,19 +117,12 @@ class Watch:
             )
         self.folder = Path(folder)
         self.layout = find_layout(params) if layout is None else layout
-        roles = _roles(self.layout, params)
-        default = Monitor(self.layout, router=10 if "router" in roles else 0)
-        self.monitor = default if monitor is None else monitor
+        roles = roles_of(self.layout, params)
+        self.monitor = default_monitor(self.layout, roles) if monitor is None else monitor
         self.step, self._keep, self._act = 0, keep, act
-        detectors = standard_detectors(
-            warmup_of(schedule) if warmup is None else warmup,
-            window,
-            reference,
-            qk_norm=bool(roles & {"q_scale", "k_scale"}),
-        )
+        warmup = warmup_of(schedule) if warmup is None else warmup
         policy = replace(Policy() if policy is None else policy, act=act)
-        recovery = Recovery(policy, CheckpointLedger() if ledger is None else ledger)
-        self.watcher = Watcher(detectors, recovery)
+        self.watcher = default_watcher(roles, warmup, window, reference, policy, ledger)
         agree("the configuration", dict(config or {}))
         log = RunLog.open(self.folder, dict(config or {}), resume=True) if leads() else None
         sinks = tuple(sinks) if leads() else ()
@@ -150,7 +138,7 @@ class Watch:
     def transforms(self) -> Any:
         """Returns the transform to put behind the optimizer: `optax.chain(tx, watch.transforms())`.
 
-        The snapshot ring, and before it the factor of the learning rate where the ladder acts.
+        It holds the snapshot ring, and the learning-rate factor where the ladder acts.
         """
         ours: Any = import_module("optax_ext")
         control = (ours.scale_by_control(),) if self._act else ()
@@ -216,11 +204,8 @@ class Watch:
                 and any others. Arrays of the device are written where the symptoms are due, numbers
                 of the host and `held_out` always.
         """
-        step, due = int(step), bool(self.monitor.due(int(step)))
-        known = {name: x for name, x in scalars.items() if x is not None}
-        kept = {name: x for name, x in known.items() if due or _is_kept(name, x)}
-        if readings is not None or kept.keys() - {"tokens"}:
-            self.journal.add(Sample(step, readings, kept))
+        step = int(step)
+        self.journal.add(step, readings, scalars, due=bool(self.monitor.due(step)))
         self.step = step + 1
         strict = self._act or jax.process_count() > 1
         for seen in self.journal.write(before=step if strict else None):
@@ -311,17 +296,6 @@ class Watch:
             elif self.stopped:
                 self.journal.event("stopped", self.step, code=EXIT_UNRECOVERED)
             self.journal.close()
-
-
-def _roles(layout: Layout, params: PyTree) -> set[str]:
-    """Roles of the matrices that a layout finds."""
-    found, _ = match(layout.rules, leaves_with_paths(params))
-    return {role for item in found for role in item.rule.roles}
-
-
-def _is_kept(name: str, x: Any) -> bool:
-    """Whether a scalar is written at a step where nothing is due."""
-    return name == "held_out" or not isinstance(x, jax.Array)
 
 
 def _is_traced(*trees: Any) -> bool:

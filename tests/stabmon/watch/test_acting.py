@@ -23,8 +23,8 @@ from stabmon.recovery.replay import replay_events
 from stabmon.recovery.watcher import Watcher
 from stabmon.runs.jsonl import read_jsonl
 from stabmon.runs.run import load_run
+from stabmon.watch import defaults as module
 from stabmon.watch import journal
-from stabmon.watch import watch as module
 from tests.stabmon.watch.loop import build, run
 
 ROOT = Path(__file__).parents[3]
