@@ -28,12 +28,11 @@ from stabmon.runs.runlog import RunLog
 from stabmon.watch import termination
 from stabmon.watch.defaults import default_monitor, default_watcher, roles_of
 from stabmon.watch.journal import Journal, OnAction, OnIncident
+from stabmon.watch.recovering import Recovering
 from stabmon.watch.schedule import Schedule, warmup_of
 
-EXIT_LOST = 74
 
-
-class Watch:
+class Watch(Recovering):
     """Watches one training run; the same around every trainer.
 
     Put `transforms()` behind the optimizer, call `measure` in the jitted step and `observe` on the
@@ -210,67 +209,6 @@ class Watch:
         strict = self._act or jax.process_count() > 1
         for seen in self.journal.write(before=step if strict else None):
             self.recovery.take(seen.step, seen.actions)
-
-    def flush(self) -> None:
-        """Writes every sample that waits; waits for the device."""
-        for seen in self.journal.flush():
-            self.recovery.take(seen.step, seen.actions)
-
-    def resume(self, state: PyTree) -> PyTree:
-        """Returns the state to go on with: of the newest checkpoint, or `state` without one.
-
-        `watch.step` is then the step to go on from. A rollback that a kill interrupted is finished.
-
-        Args:
-            state: A fresh state.
-        """
-        steps = self.recovery.steps()
-        if not steps:
-            return state
-        self.step, state = self.recovery.resume(steps[-1])
-        return state
-
-    def apply(self, state: PyTree) -> PyTree:
-        """Returns the state that the next step starts from, with what the ladder asks for done.
-
-        Where a rollback is due it is carried out, and `watch.step` goes back.
-
-        Args:
-            state: The training state.
-        """
-        if not self._act:
-            return state
-        if self.recovery.rolling_back:
-            self.journal.drop()
-            self.step, state = self.recovery.roll_back()
-        return self.recovery.apply(self.step, state)
-
-    def checkpoint(self, state: PyTree) -> None:
-        """Saves `state`, of step `watch.step`, by the caller's `save`, and what watches it.
-
-        Args:
-            state: The training state; whether it is finite is checked here.
-        """
-        self.flush()
-        if not self.recovery.rolling_back:
-            self.recovery.checkpoint(self.step, state, self.journal.loss)
-
-    @property
-    def data_step(self) -> int:
-        """Index of the batch to train on next: the step, and what was skipped after rollbacks."""
-        return self.step + self.recovery.data_shift
-
-    @property
-    def stopped(self) -> bool:
-        """Whether the ladder has stopped the run; always False where it only advises."""
-        return self.watcher.recovery.stop
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code for the process: 70 where the ladder stopped it, 74 where samples were lost."""
-        if self.stopped:
-            return EXIT_UNRECOVERED
-        return EXIT_LOST if self.journal.lost else 0
 
     def report(self) -> Path:
         """Writes `report.html` into the run's folder and returns its path.
