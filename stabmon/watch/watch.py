@@ -26,7 +26,7 @@ from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.runs.runlog import RunLog
 from stabmon.watch import termination
-from stabmon.watch.defaults import default_monitor, default_watcher, roles_of
+from stabmon.watch.defaults import default_monitor, default_watcher
 from stabmon.watch.journal import Journal, OnAction, OnIncident
 from stabmon.watch.recovering import Recovering
 from stabmon.watch.schedule import Schedule, warmup_of
@@ -116,12 +116,12 @@ class Watch(Recovering):
             )
         self.folder = Path(folder)
         self.layout = find_layout(params) if layout is None else layout
-        roles = roles_of(self.layout, params)
-        self.monitor = default_monitor(self.layout, roles) if monitor is None else monitor
+        self.layout.check(params)
+        self.monitor = default_monitor(self.layout) if monitor is None else monitor
         self.step, self._keep, self._act = 0, keep, act
         warmup = warmup_of(schedule) if warmup is None else warmup
         policy = replace(Policy() if policy is None else policy, act=act)
-        self.watcher = default_watcher(roles, warmup, window, reference, policy, ledger)
+        self.watcher = default_watcher(self.layout, warmup, window, reference, policy, ledger)
         agree("the configuration", dict(config or {}))
         log = RunLog.open(self.folder, dict(config or {}), resume=True) if leads() else None
         sinks = tuple(sinks) if leads() else ()
