@@ -10,7 +10,7 @@ until the onset.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from experiments.loop.acting import AlarmConfig
@@ -117,12 +117,15 @@ def judged_rows(
     found = []
     for seed in seeds:
         for arm in arms:
-            judging = {"reference": list(moe.reference_seeds), "window": moe.window}
-            settings = settings_row(train_config(moe, arm, seed), **judging)
-            found.append(
-                measured(file, settings, lambda a=arm, s=seed: judged_row(moe, a, s), again)
-            )
+            measure = partial(judged_row, moe, arm, seed)
+            found.append(measured(file, judged_settings(moe, arm, seed), measure, again))
     return found
+
+
+def judged_settings(moe: MoEConfig, arm: str, seed: int) -> Row:
+    """What a run's row is measured with."""
+    judging = {"reference": list(moe.reference_seeds), "window": moe.window}
+    return settings_row(train_config(moe, arm, seed), **judging)
 
 
 def judged_row(moe: MoEConfig, arm: str, seed: int) -> Row:

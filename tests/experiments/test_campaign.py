@@ -64,11 +64,7 @@ def test_a_fault_is_journalled_and_changes_nothing_before_its_onset(toy):
     assert row == {"kind": "learning rate", "amount": 10, "onset": 40, "end": None}
     key = "symptoms/global/update_norm/value"
     clean, faulty = (
-        dict(
-            zip(
-                *map(np.ndarray.tolist, load_run(config.base.runs / name).metrics[key]), strict=True
-            )
-        )
+        dict(zip(*(x.tolist() for x in load_run(runs / name).metrics[key]), strict=True))
         for name in ("clean-seed5", "learning-rate-x10-seed5")
     )
     assert [clean[step] for step in range(1, 40)] == [faulty[step] for step in range(1, 40)]

@@ -8,6 +8,14 @@ from pathlib import Path
 import plotly.graph_objects as go
 import pytest
 
+from experiments import (
+    attention_doses,
+    campaign,
+    combined_fault,
+    grades,
+    msign_rescue,
+    router_fault,
+)
 from experiments.evidence import (
     NOT_RUN,
     VERDICTS,
@@ -20,6 +28,9 @@ from experiments.evidence import (
 )
 from experiments.support import figures
 from experiments.support.listed import EXPERIMENTS, Experiment
+from experiments.support.moe import judged_settings
+from experiments.support.recorded import rows_there, settings_row
+from experiments.support.text_mixes import MIXES
 from stabmon.runs.jsonl import read_jsonl
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +107,54 @@ def test_committed_rows_have_tables_and_a_headline_and_are_small(experiment):
     image = ROOT / "experiments" / "figures" / f"{experiment.name}.svg"
     assert 1_000 < image.stat().st_size < 300_000
     assert import_module(experiment.program).figure(read_jsonl(file)).data
+
+
+def test_committed_rows_are_those_that_todays_settings_would_find():
+    """So an experiment that is started beside them measures none of them again."""
+    doses, router, combined = (
+        attention_doses.Config(),
+        router_fault.Config(),
+        combined_fault.Config(),
+    )
+    story, cases, rescues = grades.Config(), campaign.plan(campaign.Config()), msign_rescue.Config()
+    parts = {"story": story.arms, "ranking": story.ranked, "mixes": MIXES}
+    texts = {name: Path(name) for name in MIXES}
+
+    def graded(part, name, seed):
+        run = grades.train_config(story, part, name, seed, texts)
+        return grades.row_settings(story, part, name, run)
+
+    wanted = {
+        "attention_doses": [
+            attention_doses.settings_of(doses, arm, seed)
+            for arm in doses.arms
+            for seed in attention_doses.seeds_of(doses, arm)
+        ],
+        "router_fault": [
+            *(judged_settings(router.moe, arm, s) for s in router.seeds for arm in router.arms),
+            *(
+                router_fault.growth_settings(router, branch, seed)
+                for seed in router.seeds
+                for branch in router.branches
+            ),
+        ],
+        "combined_fault": [
+            judged_settings(combined.moe, arm, s) for s in combined.seeds for arm in combined.arms
+        ],
+        "grades": [
+            graded(part, name, seed)
+            for part, names in parts.items()
+            for seed in story.seeds
+            for name in names
+        ],
+        "campaign": [settings_row(run) for runs in cases for _, run in runs],
+        "msign_rescue": [
+            settings_row(msign_rescue.settings_of(rescues, *where))
+            for where in msign_rescue.plan(rescues)
+        ],
+    }
+    for name, settings in wanted.items():
+        assert len(rows_there(RESULTS / f"{name}.jsonl", settings)) == len(settings) > 0, name
 
 
 def test_no_rows_lie_there_that_belong_to_no_experiment():
