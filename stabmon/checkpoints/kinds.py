@@ -55,7 +55,13 @@ def refusal(leaves: Mapping[str, Leaf]) -> str | None:
             f"is quantised to 8-bit floats, {(scales or eight)[0]!r} first: its entries are no "
             "weights without their scales; convert it to bfloat16 first"
         )
-    integers = [x for x in leaves.values() if re.fullmatch(r"[IU]\d+|u?int\d+", x.dtype)]
-    if len(leaves) - len(integers) < len([x for x in integers if len(x.shape) > 1]):
-        return f"is quantised to {integers[0].dtype}: convert it to floating point first"
+    weights = [
+        leaf
+        for path, leaf in leaves.items()
+        if len(leaf.shape) > 1
+        and re.search(r"(^|[./])(weight|kernel|w)$", path)
+        and re.fullmatch(r"[IU]\d+|u?int\d+", leaf.dtype)
+    ]
+    if weights:
+        return f"is quantised to {weights[0].dtype}: convert it to floating point first"
     return None

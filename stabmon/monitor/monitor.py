@@ -184,6 +184,7 @@ class Monitor:
         due: Collection[str] | None,
     ) -> Readings:
         """`__call__`, with arguments checked."""
+        self.layout.check(params)
         nothing: dict[str, Array] = {}
         get = intermediates if callable(intermediates) else lambda: intermediates or nothing
         valid, values, keys = {}, {}, {}
