@@ -143,7 +143,7 @@ def test_tensorboard_shows_one_timeline_after_rewinds(tmp_path):
     for back, value in ((None, 1.0), (20, 2.0), (10, 3.0)):
         if back is not None:
             writer.rewind(back)
-        for step in range((back or 0) + 10, 50, 10):
+        for step in range((back or 0) + 10, 60 - 10 * int(value), 10):
             writer.write(step, {LOSS: value})
     writer.close()
     assert len(list((tmp_path / "tb").iterdir())) == 3
@@ -153,8 +153,8 @@ def test_tensorboard_shows_one_timeline_after_rewinds(tmp_path):
             shown = {step: value for step, value in shown.items() if step < event.step}
         for value in event.summary.value:
             shown[event.step] = value.simple_value
-    assert shown == {10: 1.0, 20: 3.0, 30: 3.0, 40: 3.0}
-    assert load(tmp_path / "tb").metrics[LOSS][1].tolist() == [1.0, 3.0, 3.0, 3.0]
+    assert shown == {10: 1.0, 20: 3.0}
+    assert load(tmp_path / "tb").metrics[LOSS][1].tolist() == [1.0, 3.0]
 
 
 def test_prometheus_forgets_what_a_rewind_abandoned(tmp_path):

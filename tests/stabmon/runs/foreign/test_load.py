@@ -56,6 +56,7 @@ def test_a_trainer_state(tmp_path):
     assert run.epochs is not None
     assert found[EPOCH][400] == 4.0
     assert run.config == {"trainer": {"logging_steps": 10}}
+    assert run.source.left_out == ("eval_runtime",)  # the last row is the mean of the whole run
 
 
 def test_the_newest_of_a_folder_of_checkpoints(tmp_path):
@@ -112,6 +113,16 @@ def test_tensorboard_of_a_run_that_went_back(tmp_path, purge):
     found = series(load(tmp_path))
     assert found[LOSS] == {0: 1, 10: 1, 20: 1, 30: 2, 40: 2}
     assert found[HELD_OUT] == {1: 1, 11: 1, 21: 1, 31: 2, 41: 2}
+
+
+def test_what_tensorboard_is_told_to_purge_is_left_out(tmp_path):
+    for purge, steps in ((None, (10, 20, 30)), (20, (40,))):
+        with SummaryWriter(
+            str(tmp_path), purge_step=purge, filename_suffix=f".{steps[0]}"
+        ) as writer:
+            for step in steps:
+                writer.add_scalar("loss", 1.0, step)
+    assert load(tmp_path).metrics[LOSS][0].tolist() == [10, 40]
 
 
 def test_tensorboard_folders_are_texts_or_runs(tmp_path):
@@ -185,11 +196,12 @@ def wandb_file(path, rows):
 
 
 def test_records_of_a_wandb_run_span_blocks(tmp_path):
-    rows = [{"_step": n, "loss": 5 - n / 4, "note": 9_000 * "x"} for n in range(12)]
-    wandb_file(tmp_path / "run-1.wandb", rows)
-    run = load(tmp_path)
+    for size in range(32_600, 32_760):  # every way to end near the end of a block
+        rows = [{"_step": n, "loss": 5 - n / 4, "note": size * (n < 2) * "x"} for n in range(5)]
+        wandb_file(tmp_path / "run-1.wandb", rows)
+        run = load(tmp_path)
+        assert series(run) == {LOSS: {n: 5 - n / 4 for n in range(5)}}
     assert run.source.kind == "Weights & Biases run"
-    assert series(run) == {LOSS: {n: 5 - n / 4 for n in range(12)}}
 
 
 def table(path, header, rows, **how):
