@@ -3,7 +3,7 @@
 What lives here: `compose`, `is_whole`. What does not: where the factors come from (`gather.py`).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ def compose(
     role: str,
     parts: Mapping[str, Array],
     moves: Mapping[str, Array] | None = None,
-    centred: Mapping[str, str] | None = None,
+    centred: Collection[str] = (),
 ) -> Array | None:
     """The product of a role's factors; with `moves`, their change, how far the product moved.
 
@@ -28,7 +28,7 @@ def compose(
         role: A key of `CANONICAL`.
         parts: Factors now, each (L, …).
         moves: Factors now minus factors then.
-        centred: Scale → axes over which its norm subtracts the mean.
+        centred: Scales whose norms subtract the mean over h first.
 
     Raises:
         ValueError: A factor is missing.
@@ -53,8 +53,8 @@ def compose(
     terms = [_axes(part, parts[part].ndim) for part in chain]
     equation = f"{','.join(terms)}->l{CANONICAL[role].replace(' ', '')}"
     multiply = lambda factors: jnp.einsum(equation, *factors, precision=jax.lax.Precision.HIGHEST)
-    axes = (centred or {}).get(chain[-1], "")
-    wide = lambda of: [_centre(part, of[part].astype(jnp.float32), own, axes) for part in chain]
+    last = own if chain[-1] in centred else set()
+    wide = lambda of: [_factor(of[part], centre=part in last) for part in chain]
     now = wide(parts)
     if moves is None:
         return multiply(now)
@@ -71,14 +71,10 @@ def is_whole(role: str, parts: Iterable[str]) -> bool:
     return here in ([role], [part for part in factors if part != role])
 
 
-def _centre(part: str, x: Array, own: set[str], axes: str) -> Array:
-    """A factor as a LayerNorm after it sees it: without its mean over heads, or a head's columns.
-
-    Only the last matrix, (L, n, …, h), has those axes.
-    """
-    if not axes or part not in own:
-        return x
-    return x - jnp.mean(x, axis=(1, -1) if axes == "n h" else -1, keepdims=True)
+def _factor(x: Array, *, centre: bool) -> Array:
+    """A factor in float32; the last matrix as a LayerNorm sees it, without a head's mean."""
+    x = x.astype(jnp.float32)
+    return x - jnp.mean(x, axis=-1, keepdims=True) if centre else x
 
 
 def _axes(part: str, rank: int) -> str:

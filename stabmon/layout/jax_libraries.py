@@ -68,8 +68,8 @@ def _flax(stacked: bool) -> tuple[Rule, ...]:
     return (
         *(Rule(x, f"{at}/{name}/kernel", f"{l}d n h -> {l}n d h") for x, name in names.items()),
         Rule("o", f"{at}/out/kernel", f"{l}n h d -> {l}n h d"),
-        Rule("q_scale", f"{at}/query_ln/scale", f"{l}h -> {l}h", centred="h"),
-        Rule("k_scale", f"{at}/key_ln/scale", f"{l}h -> {l}h", centred="h"),
+        Rule("q_scale", f"{at}/query_ln/scale", f"{l}h -> {l}h", centred=True),
+        Rule("k_scale", f"{at}/key_ln/scale", f"{l}h -> {l}h", centred=True),
     )
 
 

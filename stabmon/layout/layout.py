@@ -209,7 +209,7 @@ class Layout:
     def _compose(
         self, role: str, parts: Mapping[str, Array], moves: Mapping[str, Array] | None = None
     ) -> Array | None:
-        centred = {rule.roles[0]: rule.centred for rule in self.rules if rule.centred}
+        centred = [rule.roles[0] for rule in self.rules if rule.centred]
         return compose(self.name, role, parts, moves, centred)
 
     @staticmethod

@@ -82,8 +82,7 @@ class Rule:
             n is K. The letters k for n and v for h name axes that are not as long as the query's;
             a composed axis such as (k g) stands for n.
         plus: What a scale adds to its parameter: 1 where it is stored as its difference from 1.
-        centred: Axes over which the norm of this scale subtracts the mean first, "h" or "n h":
-            those of a LayerNorm.
+        centred: Whether the norm of this scale subtracts the mean over h first, as a LayerNorm.
         layers: (first, step): entry i of a stack, or the leaf numbered i, is layer
             first + i·step. A path as `first` is that of the stack whose layers come before:
             ("dense_layers", 1). With both an `l` and a `*`, the stack is of blocks, and `*` is the
@@ -102,7 +101,7 @@ class Rule:
     path: str
     pattern: str
     plus: float = 0.0
-    centred: str = ""
+    centred: bool = False
     layers: tuple[int | str, int] = (0, 1)
 
     def __post_init__(self):

@@ -34,7 +34,7 @@ PERSIMMON = Layout(
     "Hugging Face Persimmon",
     (
         *_fused(_ATTN, "query_key_value", "dense"),
-        *scales(("q_layernorm", "k_layernorm"), centred="h"),
+        *scales(("q_layernorm", "k_layernorm"), centred=True),
         *mlp(f"{_LAYER}/mlp", "dense_h_to_4h", "dense_4h_to_h"),
         *outer("embed_tokens"),
     ),

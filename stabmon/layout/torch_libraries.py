@@ -42,7 +42,7 @@ def mlp(layer: str, up: str, down: str, gate: str = "") -> tuple[Rule, ...]:
 
 
 def scales(
-    names: Sequence[str], axes: str = "h -> h", plus: float = 0.0, centred: str = ""
+    names: Sequence[str], axes: str = "h -> h", plus: float = 0.0, centred: bool = False
 ) -> tuple[Rule, ...]:
     """Query-key norms by the names of their modules: that of q, then that of k."""
     q, k = (f"{_ATTN}/{name}/weight" for name in names)
@@ -84,8 +84,8 @@ def _llama(*scales: Rule) -> tuple[Rule, ...]:
 _NORMS = ("q_norm", "k_norm")
 # A LayerNorm for each head: Cohere's in one leaf, StableLM's in one each.
 _BY_HEAD = (
-    *scales(_NORMS, "n h -> n h", centred="h"),
-    *scales(("q_layernorm/norms/*", "k_layernorm/norms/*"), centred="h"),
+    *scales(_NORMS, "n h -> n h", centred=True),
+    *scales(("q_layernorm/norms/*", "k_layernorm/norms/*"), centred=True),
 )
 LLAMA = Layout(
     "Hugging Face Llama",
@@ -133,7 +133,7 @@ PHI = Layout(
     "Hugging Face Phi",
     (
         *projections(_ATTN, "q_proj", "k_proj", "v_proj", "dense"),
-        *scales(("q_layernorm", "k_layernorm"), centred="h"),
+        *scales(("q_layernorm", "k_layernorm"), centred=True),
         *mlp(f"{_LAYER}/mlp", "fc1", "fc2"),
         *outer("embed_tokens"),
     ),
