@@ -19,7 +19,7 @@ from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig
 from models.gpt import apply
 from stabmon.metrics.activations import sample_tokens, segment_rank_ratio
-from stabmon.monitor.tiers import router_metrics
+from stabmon.monitor.forward import router_metrics
 
 SEGMENTS = 4
 TOKENS = 512

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from stabmon.linalg.checks import all_finite, as_float, nan_unless, unit_scale
-from stabmon.metrics.router import as_logits
+from stabmon.metrics.router import masked_logits, masked_mean
 
 
 class ExpertLoad(NamedTuple):
@@ -61,7 +61,7 @@ class MarginTrend(NamedTuple):
     noise: Float[Array, ""]
 
 
-def expert_load(logits: ArrayLike, top_k: int) -> ExpertLoad:
+def expert_load(logits: ArrayLike, top_k: int, mask: ArrayLike | None = None) -> ExpertLoad:
     """How the top-k choice spreads tokens over experts, from one pass over the router's output.
 
     Invariant to a shift of each token's logits; permutes with the experts. Of equal logits the
@@ -72,6 +72,7 @@ def expert_load(logits: ArrayLike, top_k: int) -> ExpertLoad:
         logits: What the choice is made on (..., E): router logits, plus a balancing bias if the
             model has one. Any float dtype.
         top_k: Experts per token, from 1 to E.
+        mask: Which tokens count (...), boolean, False for padding; None: all. Without any: 0 each.
 
     Returns:
         ExpertLoad.
@@ -87,19 +88,19 @@ def expert_load(logits: ArrayLike, top_k: int) -> ExpertLoad:
     References:
         arXiv 2408.15664, MaxVio.
     """
-    z = as_logits(logits, "expert_load")
-    fraction = _fractions(z, top_k, "expert_load")
+    z, counted = masked_logits(logits, mask, "expert_load")
+    fraction = _fractions(z, counted, top_k, "expert_load")
     stats = ExpertLoad(
         fraction=fraction,
         max_violation=jnp.max(fraction) * z.shape[-1] - 1.0,
         dead=jnp.sum((fraction == 0).astype(jnp.float32)),
         effective_experts=jnp.exp(jnp.sum(jax.scipy.special.entr(fraction))),
-        margin=jnp.mean(_margins(z, top_k, "expert_load")),
+        margin=masked_mean(_margins(z, top_k, "expert_load"), counted),
     )
     return ExpertLoad(*(nan_unless(all_finite(z), value) for value in stats))
 
 
-def topk_margin(logits: ArrayLike, top_k: int) -> Margin:
+def topk_margin(logits: ArrayLike, top_k: int, mask: ArrayLike | None = None) -> Margin:
     """Margin z_(k) − z_(k+1) between the last chosen expert and the next, over tokens.
 
     At least 0, in units of the logits; 0 if k = E. Invariant to a shift of each token's logits and
@@ -108,6 +109,7 @@ def topk_margin(logits: ArrayLike, top_k: int) -> Margin:
     Args:
         logits: Router logits (..., E) of any float dtype.
         top_k: Experts per token, from 1 to E.
+        mask: As in `expert_load`.
 
     Raises:
         ValueError: As `expert_load`.
@@ -116,13 +118,19 @@ def topk_margin(logits: ArrayLike, top_k: int) -> Margin:
     >>> print(topk_margin(jnp.array([[3.0, 1.0, 0.5]]), top_k=1).p01)
     2.0
     """
-    z = as_logits(logits, "topk_margin")
+    z, counted = masked_logits(logits, mask, "topk_margin")
     margins = _margins(z, top_k, "topk_margin")
     finite = all_finite(z)
+    if mask is None:
+        low = jnp.quantile(margins, jnp.asarray([0.1, 0.01], margins.dtype))
+    else:
+        seen = jnp.where(counted, margins, jnp.full_like(margins, jnp.nan))
+        low = jnp.nanquantile(seen, jnp.asarray([0.1, 0.01], margins.dtype))
+        low = jnp.where(jnp.any(counted), low, jnp.zeros_like(low))
     return Margin(
-        mean=nan_unless(finite, jnp.mean(margins)),
-        p10=nan_unless(finite, jnp.quantile(margins, 0.1)),
-        p01=nan_unless(finite, jnp.quantile(margins, 0.01)),
+        mean=nan_unless(finite, masked_mean(margins, counted)),
+        p10=nan_unless(finite, low[0]),
+        p01=nan_unless(finite, low[1]),
     )
 
 
@@ -168,7 +176,11 @@ def margin_growth(margins: ArrayLike, every: float | int = 1.0) -> MarginTrend:
 
 
 def balance_gradient_ratio(
-    logits: ArrayLike, top_k: int, lm_grad_wrt_mean_probs: ArrayLike, coefficient: float | int
+    logits: ArrayLike,
+    top_k: int,
+    lm_grad_wrt_mean_probs: ArrayLike,
+    coefficient: float | int,
+    mask: ArrayLike | None = None,
 ) -> Float[Array, ""]:
     """Size of the balancing gradient against the language model's, ‖∇αL_LB‖/‖∇L_LM‖.
 
@@ -182,6 +194,7 @@ def balance_gradient_ratio(
         top_k: Experts per token, from 1 to E.
         lm_grad_wrt_mean_probs: ∂L_LM/∂P̄, (E,).
         coefficient: α, the weight of L_LB in the loss, at least 0.
+        mask: As in `expert_load`.
 
     Raises:
         ValueError: `coefficient` is negative, the gradient is not (E,), or as `expert_load`.
@@ -194,7 +207,7 @@ def balance_gradient_ratio(
     References:
         LongCat-Flash technical report (arXiv 2509.01322), choice of the balance coefficient.
     """
-    z = as_logits(logits, "balance_gradient_ratio")
+    z, counted = masked_logits(logits, mask, "balance_gradient_ratio")
     grad = as_float(lm_grad_wrt_mean_probs, "balance_gradient_ratio")
     if grad.shape != z.shape[-1:]:
         raise ValueError(
@@ -203,7 +216,7 @@ def balance_gradient_ratio(
         )
     if not coefficient >= 0:
         raise ValueError(f"balance_gradient_ratio: expected coefficient >= 0, got {coefficient}")
-    fraction = _fractions(z, top_k, "balance_gradient_ratio")
+    fraction = _fractions(z, counted, top_k, "balance_gradient_ratio")
     unit, scale = unit_scale(grad)
     length = jnp.linalg.norm(unit) * scale
     ratio = coefficient * z.shape[-1] * jnp.linalg.norm(fraction) / length
@@ -230,27 +243,29 @@ def capacity_overflow(logits: ArrayLike, top_k: int, capacity: float | int) -> F
     """
     if not capacity > 0:
         raise ValueError(f"capacity_overflow: expected capacity > 0 slots, got {capacity}")
-    z = as_logits(logits, "capacity_overflow")
-    fraction = _fractions(z, top_k, "capacity_overflow")
+    z, counted = masked_logits(logits, None, "capacity_overflow")
+    fraction = _fractions(z, counted, top_k, "capacity_overflow")
     room = capacity / (z.size // z.shape[-1] * top_k)
     return nan_unless(all_finite(z), jnp.sum(jnp.maximum(fraction - room, 0.0)))
 
 
-def _fractions(z: Float[Array, "... E"], top_k: int, name: str) -> Float[Array, " E"]:
+def _fractions(
+    z: Float[Array, "tokens E"], counted: Bool[Array, " tokens"], top_k: int, name: str
+) -> Float[Array, " E"]:
     """Share of the assignments that each expert gets."""
     experts = z.shape[-1]
     _check_top_k(experts, top_k, name)
-    _, chosen = jax.lax.top_k(z.reshape(-1, experts), top_k)
+    _, chosen = jax.lax.top_k(z, top_k)
     # A sum of comparisons rather than a scatter: it fuses, and shards over tokens.
-    count = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), (0, 1))
-    return count / chosen.size
+    places = jax.nn.one_hot(chosen, experts, dtype=jnp.float32)
+    count = jnp.sum(jnp.where(counted[:, None, None], places, jnp.zeros_like(places)), (0, 1))
+    return count / jnp.maximum(jnp.sum(counted) * top_k, 1).astype(jnp.float32)
 
 
-def _margins(z: Float[Array, "... E"], top_k: int, name: str) -> Float[Array, " tokens"]:
+def _margins(z: Float[Array, "tokens E"], top_k: int, name: str) -> Float[Array, " tokens"]:
     """Top-k margin of each token."""
     experts = z.shape[-1]
     _check_top_k(experts, top_k, name)
-    z = z.reshape(-1, experts)
     if top_k == experts:
         return jnp.zeros_like(z[:, 0])
     best, _ = jax.lax.top_k(z, top_k + 1)

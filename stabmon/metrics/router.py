@@ -10,7 +10,7 @@ import math
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from stabmon.linalg.checks import all_finite, as_float, as_matrix, nan_unless, unit_scale
 from stabmon.metrics.symptoms import log_z_squared
@@ -107,7 +107,7 @@ def similarity_bound(epsilon: ArrayLike) -> Float[Array, "..."]:
     return (1.0 - 2.0 * jnp.square(jnp.minimum(epsilon, 1.0))).astype(jnp.float32)
 
 
-def routing_entropy(logits: ArrayLike) -> Float[Array, ""]:
+def routing_entropy(logits: ArrayLike, mask: ArrayLike | None = None) -> Float[Array, ""]:
     """Entropy of the full softmax over experts, mean over tokens, in nats.
 
     logsumexp(z) − Σ_e p_e z_e, in [0, ln E]. Over all experts: entropy of top-k masked scores
@@ -116,9 +116,11 @@ def routing_entropy(logits: ArrayLike) -> Float[Array, ""]:
 
     Args:
         logits: Router logits (..., E) of any float dtype, before top-k.
+        mask: Which tokens count (...), boolean, False for padding; None: all. Without any: 0.
 
     Raises:
-        ValueError: `logits` has no axis, is empty, or is not of a floating dtype.
+        ValueError: `logits` has no axis, is empty, or is not of a floating dtype; `mask` does not
+            fit.
 
     >>> import jax.numpy as jnp
     >>> print(routing_entropy(jnp.zeros((5, 8))).round(4))
@@ -127,12 +129,12 @@ def routing_entropy(logits: ArrayLike) -> Float[Array, ""]:
     References:
         arXiv 2606.28116, Eq. 8.
     """
-    z = as_logits(logits, "routing_entropy")
+    z, counted = masked_logits(logits, mask, "routing_entropy")
     z = z - jnp.max(z, -1, keepdims=True)
     weight = jnp.exp(z)
     total = jnp.sum(weight, -1)
     entropy = jnp.log(total) - jnp.sum(weight * z, -1) / total
-    return nan_unless(all_finite(z), jnp.mean(entropy))
+    return nan_unless(all_finite(z), masked_mean(entropy, counted))
 
 
 def routing_entropy_proxy(w: ArrayLike, *, experts: int | None = None) -> Float[Array, ""]:
@@ -159,13 +161,14 @@ def routing_entropy_proxy(w: ArrayLike, *, experts: int | None = None) -> Float[
     return nan_unless(all_finite(w), math.log(w.shape[0]) - drop)
 
 
-def router_z(logits: ArrayLike) -> Float[Array, ""]:
+def router_z(logits: ArrayLike, mask: ArrayLike | None = None) -> Float[Array, ""]:
     """Router z-loss, unweighted: mean over tokens of logsumexp(z)²; see `log_z_squared`.
 
     At least 0; (ln E)² for zero logits. A non-finite logit: NaN.
 
     Args:
         logits: Router logits (..., E) of any float dtype.
+        mask: As in `routing_entropy`.
 
     Raises:
         ValueError: As `routing_entropy`.
@@ -177,17 +180,36 @@ def router_z(logits: ArrayLike) -> Float[Array, ""]:
     References:
         arXiv 2202.08906 (ST-MoE), router z-loss.
     """
-    return log_z_squared(as_logits(logits, "router_z"))
+    z, counted = masked_logits(logits, mask, "router_z")
+    return nan_unless(all_finite(z), masked_mean(jax.vmap(log_z_squared)(z), counted))
 
 
-def as_logits(logits: ArrayLike, name: str) -> Float[Array, "... E"]:
-    """Router logits in at least float32, or a ValueError."""
-    logits = as_float(logits, name)
-    if logits.ndim == 0 or logits.size == 0:
+def masked_logits(
+    logits: ArrayLike, mask: ArrayLike | None, name: str
+) -> tuple[Float[Array, "tokens E"], Bool[Array, " tokens"]]:
+    """Logits in at least float32, zero where a token does not count, and which tokens count."""
+    z = as_float(logits, name)
+    if z.ndim == 0 or z.size == 0:
+        raise ValueError(f"{name}: expected non-empty router logits (..., E), got shape {z.shape}")
+    rows = z.reshape(-1, z.shape[-1])
+    if mask is None:
+        return rows, jnp.ones(rows.shape[0], bool)
+    mask = jnp.asarray(mask)
+    if mask.dtype != jnp.bool_ or mask.shape != z.shape[:-1]:
         raise ValueError(
-            f"{name}: expected non-empty router logits (..., E), got shape {logits.shape}"
+            f"{name}: expected a boolean mask {z.shape[:-1]}, True where a token counts, got "
+            f"{mask.dtype} {mask.shape}"
         )
-    return logits
+    counted = mask.reshape(-1)
+    return jnp.where(counted[:, None], rows, jnp.zeros_like(rows)), counted
+
+
+def masked_mean(
+    values: Float[Array, " tokens"], counted: Bool[Array, " tokens"]
+) -> Float[Array, ""]:
+    """Mean over the tokens that count; 0 without any."""
+    total = jnp.sum(jnp.where(counted, values, jnp.zeros_like(values)))
+    return total / jnp.maximum(jnp.sum(counted), 1).astype(values.dtype)
 
 
 def _router(w: ArrayLike, experts: int | None, name: str) -> Float[Array, "E D"]:

@@ -1,29 +1,27 @@
 """`Monitor`: measures a whole parameter tree at chosen cadences inside a jitted step.
 
-It decides when to measure, filters and aggregates. What is measured lives in `tiers.py`, the form
-of the result in `readings.py`, where matrices lie in `layout.py`.
+Here are its settings and its arguments. How tiers are gated and packed is in `sampling.py`, what is
+measured in `tiers.py` and `forward.py`, the form of the result in `readings.py`.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, PyTree
+from jaxtyping import Array, PyTree
 
-from stabmon.layout import Layout, leaves_with_paths
+from stabmon.layout import Layout
 from stabmon.metrics.jacobian import JacobianStats
-from stabmon.monitor import tiers
-from stabmon.monitor.readings import Readings, aggregate
-from stabmon.monitor.snapshots import find_state, read_delta
+from stabmon.monitor.intermediates import Intermediates, check_like_params
+from stabmon.monitor.readings import Readings
+from stabmon.monitor.sampling import Inputs, sample
 from stabmon.quantities import Quantity
 
 TIERS = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
-Intermediates = Mapping[str, Array] | Callable[[], Mapping[str, Array]] | None
 
 
 @dataclass(frozen=True)
@@ -85,7 +83,7 @@ class Monitor:
     tokens: int = 512
 
     def __post_init__(self):
-        for name, cadence in self._cadences().items():
+        for name, cadence in self.cadences.items():
             if cadence < 0:
                 raise ValueError(f"{name}: expected a cadence >= 0 (0 is off), got {cadence}")
         if self.detail not in ("brief", "full"):
@@ -98,7 +96,7 @@ class Monitor:
 
     def due(self, step: int) -> tuple[str, ...]:
         """Names of the tiers that are sampled at `step`; empty if none is. For the host."""
-        every = self._cadences().items()
+        every = self.cadences.items()
         return tuple(name for name, cadence in every if cadence and step % cadence == 0)
 
     def __call__(
@@ -121,48 +119,60 @@ class Monitor:
         else is. That is the cheapest: a conditional makes XLA keep, and often copy, what it reads.
 
         Args:
-            step: Updates applied so far, an integer scalar.
+            step: Updates applied so far, an integer scalar. The delta tier goes by the count of
+                the snapshot ring instead, which an optimizer that skips steps holds back.
             params: Parameters before this step's update.
             opt_state: Optimizer state before this step's update, with a `track_delta` in it (not
                 needed with delta=0).
             intermediates: What left the forward pass, as far as there is: "attention_entropy",
                 "max_attention_logit", "sink_mass", "repeated_maximum" (L, N), "residual"
-                (L, …, D), "router_logits" (L, …, E), "dropped" (L,) choices beyond capacity,
-                "router_lm_gradient" (L, E) of the mean expert probabilities; or a function without
-                arguments that computes it, called only where it is due.
-            grads: Gradients, for the symptoms.
+                (L, …, D), "router_logits" or, where there are none, "router_probabilities"
+                (L, …, E), "dropped" (L,) choices beyond capacity, "router_lm_gradient" (L, E) of
+                the mean expert probabilities; "mask" (B, T), True where a token counts, or the
+                "tokens" (B, T), by which padding without a mask is noticed. Or a list of such
+                dicts, one a layer; or what a module captured, as `collect_intermediates` takes it;
+                or a function without arguments that computes it, called only where it is due.
+            grads: Gradients of the parameters or of some of them, for the symptoms.
             updates: The optimizer's updates, for the symptoms.
             loss: Scalar loss, for the symptoms.
             jacobian: Function without arguments for the Jacobian tier, such as
                 `lambda: jacobian_alignment(layers, h)`; called only where it is due.
             due: Names of the tiers to measure, known outside of jit. None: all, each under a
                 `lax.cond` on `step`.
+
+        Raises:
+            ValueError: Intermediates have an unknown name or other axes than documented, gradients
+                or updates are of other parameters, a tier is unknown; or the delta tier is named
+                at a count of the ring, known outside of jit, at which no lag is exact.
         """
-        if unknown := set(due or ()) - set(self._cadences()):
-            raise ValueError(f"due: no tiers {sorted(unknown)}; some of {[*self._cadences()]}")
-        step = jnp.asarray(step)
+        if unknown := set(due or ()) - set(self.cadences):
+            raise ValueError(f"due: no tiers {sorted(unknown)}; some of {[*self.cadences]}")
+        for name, tree in (("grads", grads), ("updates", updates)):
+            check_like_params(name, tree, params)
+        inputs = Inputs(
+            jnp.asarray(step), params, opt_state, intermediates, jacobian, grads, updates, loss
+        )
         if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
-            return self._measure(
-                step, params, opt_state, intermediates, jacobian, grads, updates, loss, due
-            )
+            return sample(self, inputs, due)
         # On a mesh with explicit axes decompositions of sharded matrices are refused, so the
         # measuring is left to the compiler's choice of shardings. It then may not close over
         # arrays: what functions compute is computed before.
-        seen = self._before(step, intermediates, ("activations", "router"), due)
-        stats = self._before(step, jacobian, ("jacobian",), due)
+        seen = self._before(inputs.step, intermediates, ("activations", "router"), due)
+        stats = self._before(inputs.step, jacobian, ("jacobian",), due)
 
-        def measure(step, params, opt_state, seen, stats, grads, updates, loss):
+        def measure(inputs: Inputs) -> Readings:
+            stats = inputs.jacobian
             known: Any = None if stats is None else lambda: stats
-            return self._measure(step, params, opt_state, seen, known, grads, updates, loss, due)
+            return sample(self, inputs._replace(jacobian=known), due)
 
         compiled: Any = jax.sharding.auto_axes(measure, out_sharding=jax.P())
-        return compiled(step, params, opt_state, seen, stats, grads, updates, loss)
+        return compiled(inputs._replace(intermediates=seen, jacobian=stats))
 
     def _before(
         self, step: Array, compute: Any, tiers: tuple[str, ...], due: Collection[str] | None
     ) -> Any:
         """What `compute` returns if a tier that reads it is due, else zeros of the same form."""
-        cadences = [cadence for tier, cadence in self._cadences().items() if tier in tiers]
+        cadences = [cadence for tier, cadence in self.cadences.items() if tier in tiers]
         if not callable(compute) or not any(cadences):
             return None if callable(compute) else compute
         if due is not None:
@@ -171,124 +181,12 @@ class Monitor:
         zeros = lambda: jax.tree.map(jnp.zeros_like, jax.eval_shape(compute))
         return jax.lax.cond(hits, compute, zeros)
 
-    def _measure(
-        self,
-        step: Array,
-        params: PyTree,
-        opt_state: PyTree,
-        intermediates: Intermediates,
-        jacobian: Callable[[], JacobianStats] | None,
-        grads: PyTree | None,
-        updates: PyTree | None,
-        loss: ArrayLike | None,
-        due: Collection[str] | None,
-    ) -> Readings:
-        """`__call__`, with arguments checked."""
-        self.layout.check(params)
-        nothing: dict[str, Array] = {}
-        get = intermediates if callable(intermediates) else lambda: intermediates or nothing
-        valid, values, keys = {}, {}, {}
-
-        def sample(
-            tier: str,
-            measure: Callable[[], dict[str, tiers.Metrics]],
-            ready: Callable[[], dict[str, Bool[Array, ""]]] | None = None,
-        ) -> None:
-            """Measure the monitors of one tier, of those the `ready` ones, if it is due."""
-            cadence = self._cadences()[tier]
-            if not cadence or (due is not None and tier not in due):
-                return
-            names: dict[str, tuple[str, ...]] = {}
-
-            def kept():
-                rows = {}
-                for name, metrics in measure().items():
-                    keep = partial(self._keeps, name)
-                    names[name], rows[name] = aggregate(name, metrics, keep)
-                return rows
-
-            rows = jax.eval_shape(kept)
-            if not any(row.size for row in rows.values()):
-                return
-            now = jnp.ones((), bool) if due is not None else step % cadence == 0
-            hits = {name: now & flag for name, flag in ready().items()} if ready else {}
-            hits = {name: hits.get(name, now) for name in rows}
-            if due is not None:
-                packed = kept()
-            else:
-                empty = lambda: jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), rows)
-                packed = jax.lax.cond(jnp.any(jnp.stack([*hits.values()])), kept, empty)
-            for name in (name for name, row in rows.items() if row.size):
-                missing = jnp.full_like(packed[name], jnp.nan)
-                keys[name], valid[name] = names[name], hits[name]
-                values[name] = jnp.where(hits[name], packed[name], missing)
-
-        def lag_is_exact() -> dict[str, Bool[Array, ""]]:
-            state = find_state(opt_state)
-            return {f"delta{lag}": state.age(lag) == lag for lag in self._lags(opt_state)}
-
-        def change() -> dict[str, tiers.Metrics]:
-            # Differences are taken inside the conditional, where they cost nothing unsampled.
-            deltas = read_delta(opt_state, params)
-            moved = {lag: deltas[lag].tree for lag in self._lags(opt_state)}
-            found = tiers.delta_metrics(self.layout, params, moved)
-            return {f"delta{lag}": metrics for lag, metrics in found.items()}
-
-        def geometry() -> dict[str, tiers.Metrics]:
-            weight = self.balance_weight
-            found = tiers.router_metrics(self.layout, params, get(), self.top_k, weight)
-            return {"router": found}
-
-        def products() -> dict[str, tiers.Metrics]:
-            if jacobian is None:
-                raise ValueError(
-                    "the Jacobian tier needs jacobian=lambda: jacobian_alignment(layers, h) in the "
-                    "call; or set jacobian=0"
-                )
-            return {"jacobian": tiers.jacobian_metrics(jacobian())}
-
-        def symptoms() -> dict[str, tiers.Metrics]:
-            found = tiers.symptom_metrics(self.layout, params, grads, updates, loss)
-            return {"symptoms": found}
-
-        sample("delta", change, lag_is_exact)
-        sample("weights", lambda: {"weights": tiers.weight_metrics(self.layout, params)})
-        sample("activations", lambda: tiers.activation_tier(get(), self.tokens, self.sharp))
-        sample("router", geometry)
-        sample("jacobian", products)
-        sample("symptoms", symptoms)
-        if not values and due is None:
-            raise ValueError(
-                f"the monitor would measure nothing: cadences {self._cadences()}, "
-                f"include={self.include!r}, exclude={self.exclude!r}, detail={self.detail!r}"
-            )
-        return Readings(
-            step=step.astype(jnp.int32),
-            valid=valid,
-            values=values,
-            keys=tuple(keys.items()),
-            leaf_names=tuple(path for path, _ in leaves_with_paths(params)),
-        )
-
-    def _cadences(self) -> dict[str, int]:
+    @property
+    def cadences(self) -> dict[str, int]:
+        """Steps between samples of each tier, 0 for one that is off."""
         return {name: getattr(self, name) for name in TIERS}
 
-    def _lags(self, opt_state: PyTree) -> tuple[int, ...]:
-        state = find_state(opt_state)
-        if self.delta % state.every:
-            raise ValueError(
-                f"delta={self.delta} is no multiple of track_delta's every={state.every}: "
-                f"lags would be inexact; use delta={state.every * -(-self.delta // state.every)} "
-                f"or track_delta(every={self.delta})"
-            )
-        both = tuple(dict.fromkeys((state.lags[0], state.lags[-1])))
-        lags = self.lags or (both if self.detail == "full" else both[-1:])
-        unknown = set(lags) - set(state.lags)
-        if unknown:
-            raise ValueError(f"lags {sorted(unknown)} are not tracked; one of {state.lags}")
-        return lags
-
-    def _keeps(self, monitor: str, quantity: Quantity, aggregate: str, by_layer: bool) -> bool:
+    def keeps(self, monitor: str, quantity: Quantity, aggregate: str, by_layer: bool) -> bool:
         """Whether an aggregate is kept."""
         key = f"{monitor}/{quantity.metric}/{aggregate}"
         if self.exclude and re.search(self.exclude, key):

@@ -27,7 +27,8 @@ class Readings:
         step: Step that was measured, int32.
         valid: Per monitor (such as "delta50"), whether it was sampled at this step and had all it
             needs.
-        values: Per monitor, a float32 vector of its values; NaN where it is not valid.
+        values: Per monitor, a float32 vector of its values; zeros where it is not valid.
+        ring_step: Updates that the snapshot ring has counted, int32; −1 where it was not read.
         keys: Per monitor, the keys of that vector; static.
         leaf_names: Paths of the parameters; static.
 
@@ -37,6 +38,7 @@ class Readings:
     step: Any
     valid: dict[str, Any]
     values: dict[str, Any]
+    ring_step: Any = -1
     keys: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), metadata={"static": True})
     leaf_names: tuple[str, ...] = field(default=(), metadata={"static": True})
 
@@ -60,6 +62,7 @@ class Readings:
             step=self.step,
             valid=self.valid | other.valid,
             values=self.values | other.values,
+            ring_step=jnp.maximum(self.ring_step, other.ring_step),
             keys=tuple((dict(self.keys) | dict(other.keys)).items()),
             leaf_names=other.leaf_names or self.leaf_names,
         )

@@ -1,10 +1,11 @@
-"""What each tier of the monitor measures on a whole tree, as arrays over layers and heads.
+"""What the tiers measure on parameters, gradients and updates, as arrays over layers and heads.
 
 Each function takes matrices already collected onto canonical axes (`layout.py`) and returns
-{metric: (L, N), (L,) or scalar}. Formulas live in `metrics/`; cadence and gating in `monitor.py`.
+{metric: (L, N), (L,) or scalar}. Formulas live in `metrics/`; cadence and gating in `sampling.py`,
+what is measured on a forward pass in `forward.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -15,25 +16,11 @@ from einops import rearrange
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, PyTree
 
-from stabmon.layout import CANONICAL, Layout
-from stabmon.linalg.mesh import divided_along
+from stabmon.layout import CANONICAL, Layout, leaves_with_paths
+from stabmon.linalg.checks import as_float
 from stabmon.linalg.power import power_norms
-from stabmon.metrics.activations import (
-    grade,
-    layer_correlation,
-    rank_ratio,
-    sample_tokens,
-)
-from stabmon.metrics.attention import sharp_head_fraction
-from stabmon.metrics.expert_load import balance_gradient_ratio, expert_load, topk_margin
 from stabmon.metrics.jacobian import JacobianStats
 from stabmon.metrics.qk import increment_spectra
-from stabmon.metrics.router import (
-    router_conditioning,
-    router_similarity,
-    router_z,
-    routing_entropy,
-)
 from stabmon.metrics.spectrum import gaussian_stable_rank, singular_values, spectrum_stats
 from stabmon.metrics.symptoms import norm
 from stabmon.metrics.updates import lag_exponent, outliers_of_spectrum, radial_alignment
@@ -156,98 +143,12 @@ def flat_matrices(role: str, w: Float[Array, "..."]) -> Float[Array, "L ... m n"
     return rearrange(w, f"l {axes} -> {_FLAT.get(role, f'l {axes}')}")
 
 
-def activation_tier(
-    intermediates: Mapping[str, Array], tokens: int, sharp: float | int
-) -> dict[str, Metrics]:
-    """The attention and the activation monitor, each as far as its arrays are there.
-
-    Attention: entropy in nats, largest logit, sink mass and repeated maxima of every head, and the
-    fraction of heads with less than `sharp` nats. Activations: rank ratio and grade of the
-    residual stream after every layer, on at most `tokens` tokens.
-    """
-    names = {
-        "attention_entropy": "entropy",
-        "max_attention_logit": "max_logit",
-        "sink_mass": "sink_mass",
-        "repeated_maximum": "repeated_maximum",
-    }
-    attention = {new: intermediates[old] for old, new in names.items() if old in intermediates}
-    if "entropy" in attention:
-        fraction = jax.vmap(lambda entropy: sharp_head_fraction(entropy, sharp))
-        attention["sharp_heads"] = fraction(attention["entropy"])
-    activations = {}
-    if "residual" in intermediates:
-        residual = intermediates["residual"]
-        streams = jax.vmap(lambda x: sample_tokens(x, tokens))(residual)
-        ratio = _rank_ratios(streams)
-        activations = {"rank_ratio": ratio, "grade": grade(ratio).astype(jnp.float32)}
-        if residual.ndim == 4:
-            activations |= segment_metrics(residual, tokens)
-        if residual.shape[0] > 1:
-            activations["layer_correlation"] = layer_correlation(streams)
-    return {"attention": attention, "activations": activations}
-
-
-def _rank_ratios(streams: Float[Array, "L tokens D"]) -> Float[Array, " L"]:
-    """Rank ratio of each layer; of tokens and D the longer axis is divided over the devices."""
-    longer = 1 if streams.shape[1] > streams.shape[2] else 2
-    return jax.vmap(rank_ratio)(divided_along(streams, longer))
-
-
-def segment_metrics(residual: Float[Array, "L B T D"], tokens: int) -> Metrics:
-    """Rank ratio of the residual stream in the front and the back half of the context, (L,)."""
-    _, batch, context, _ = residual.shape
-    if context < 2:
-        return {}
-    stride = min(max(1, batch * context // tokens), context // 2)
-    halves = jnp.split(residual[:, :, ::stride], [-(-context // stride) // 2], axis=2)
-    front, back = (_rank_ratios(rearrange(x, "l b t d -> l (b t) d")) for x in halves)
-    return {"rank_ratio_front": front, "rank_ratio_back": back}
-
-
 def jacobian_metrics(stats: JacobianStats) -> Metrics:
     """Norms of the layers' Jacobians, alignment of neighbours, and whether their product grows."""
     scalars = ("growth", "danger", "converged")
     out = {"norm": stats.norms, "forward": stats.forward, "reversed": stats.reversed}
     out |= {name: getattr(stats, name).astype(jnp.float32) for name in scalars}
     return {name: x for name, x in out.items() if x.size}
-
-
-def router_metrics(
-    layout: Layout,
-    params: PyTree,
-    intermediates: Mapping[str, Array],
-    top_k: int,
-    balance_weight: float | int,
-) -> Metrics:
-    """Router geometry from the weights; entropy, load and margins from the logits if given.
-
-    With the language-model gradient of the mean expert probabilities, also how much of it the
-    load-balance loss, at its weight, comes to.
-    """
-    out = {}
-    weights = layout.collect(params, ("router",)).get("router")
-    if weights is not None:
-        experts = weights.shape[1]
-        out["similarity"] = jax.vmap(lambda w: router_similarity(w, experts=experts))(weights)
-        out["conditioning"] = jax.vmap(lambda w: router_conditioning(w, experts=experts))(weights)
-    if "dropped" in intermediates:
-        out["dropped"] = intermediates["dropped"]
-    if "router_logits" in intermediates:
-        logits = rearrange(intermediates["router_logits"], "l ... e -> l (...) e")
-        out["entropy"] = jax.vmap(routing_entropy)(logits)
-        out["z"] = jax.vmap(router_z)(logits)
-        load = jax.vmap(lambda z: expert_load(z, top_k))(logits)
-        out |= {
-            name: jnp.asarray(getattr(load, name), jnp.float32)
-            for name in ("max_violation", "dead", "effective_experts", "margin")
-        }
-        margin = jax.vmap(lambda z: topk_margin(z, top_k))(logits)
-        out |= {"margin_p10": margin.p10, "margin_p01": margin.p01}
-        if "router_lm_gradient" in intermediates:
-            ratio = lambda z, grad: balance_gradient_ratio(z, top_k, grad, balance_weight)
-            out["balance_ratio"] = jax.vmap(ratio)(logits, intermediates["router_lm_gradient"])
-    return out
 
 
 def symptom_metrics(
@@ -264,28 +165,43 @@ def symptom_metrics(
     updates if all gradients are finite, −1 if there is none. Both follow from the sums of squares,
     so that each array is read once.
     """
-    trees = {"param_norm": params, "grad_norm": grads, "update_norm": updates}
-    trees = {name: tree for name, tree in trees.items() if tree is not None}
-    squares = {name: squares_by_leaf(tree) for name, tree in trees.items()}
-    out = {name: jnp.sqrt(jnp.sum(x)) for name, x in squares.items()}
+    out, broken, where = {}, [], []
+    index = {path: i for i, (path, _) in enumerate(leaves_with_paths(params))}
+    for name, tree in (("param_norm", params), ("grad_norm", grads), ("update_norm", updates)):
+        if tree is None:
+            continue
+        leaves = numbers(tree)
+        squares = squares_by_leaf(leaves)
+        out[name] = jnp.sqrt(jnp.sum(squares))
+        if name != "param_norm":
+            # Gradients first: clipping by the global norm spreads one NaN over all updates.
+            broken.append(~jnp.isfinite(squares))
+            where += [index[path] for path, _ in leaves]
+            for role, w in layout.collect(tree, fold=False).items():
+                out[f"{role}/{name}"] = jax.vmap(norm)(w)
     if loss is not None:
-        out["loss"] = jnp.asarray(loss)
+        out["loss"] = as_float(loss, "loss")
     if updates is not None:
         out["update_ratio"] = out["update_norm"] / jnp.maximum(out["param_norm"], 1e-30)
-    moving = [name for name in trees if name != "param_norm"]
-    if moving:
-        broken = ~jnp.isfinite(jnp.stack([squares[name] for name in moving]))
-        out["nonfinite"] = jnp.sum(broken, dtype=jnp.float32)
-        # Row by row, gradients first: clipping by the global norm spreads one NaN over all updates.
-        first = (jnp.argmax(broken) % broken.shape[1]).astype(jnp.float32)
+    if where:
+        bad = jnp.concatenate(broken)
+        out["nonfinite"] = jnp.sum(bad, dtype=jnp.float32)
+        first = jnp.asarray(where, jnp.float32)[jnp.argmax(bad)]
         out["first_nonfinite"] = jnp.where(out["nonfinite"] > 0, first, -jnp.ones_like(first))
-    for name in moving:
-        for role, w in layout.collect(trees[name], fold=False).items():
-            out[f"{role}/{name}"] = jax.vmap(norm)(w)
     return out
 
 
-def squares_by_leaf(tree: PyTree) -> Float[Array, " leaves"]:
-    """Σx² of each leaf in float32, in one pass; not finite where an entry is not, or overflows."""
-    wide = [x.astype(jnp.float32) for x in jax.tree.leaves(tree)]
-    return jnp.stack([jnp.sum(jnp.square(x)) for x in wide])
+def numbers(tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves that have a norm, by path: floating or complex, Python floats among them.
+
+    Counters, keys of random numbers, booleans and what JAX gives as their gradients are none.
+    """
+    kind = lambda x: getattr(x, "dtype", type(x))
+    return [(p, x) for p, x in leaves_with_paths(tree) if jnp.issubdtype(kind(x), jnp.inexact)]
+
+
+def squares_by_leaf(leaves: Sequence[tuple[str, Any]]) -> Float[Array, " leaves"]:
+    """Σ|x|² of each leaf in float32, in one pass; not finite where an entry is not or overflows."""
+    real = lambda x: jnp.abs(x) if jnp.iscomplexobj(x) else x
+    wide = [real(jnp.asarray(x)).astype(jnp.float32) for _, x in leaves]
+    return jnp.stack([jnp.zeros((), jnp.float32), *(jnp.sum(jnp.square(x)) for x in wide)])[1:]

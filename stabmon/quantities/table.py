@@ -113,6 +113,12 @@ def _attention() -> Iterator[Quantity]:
         yield Quantity("activations", metric, title, "layer", "down", evidence="rank")
     title = "Correlation of neighbouring layers"
     yield Quantity("activations", "layer_correlation", title, "layer", "up")
+    yield _padding("activations", "Share of equal tokens")
+
+
+def _padding(monitor: str, title: str) -> Quantity:
+    """What speaks of padding in a batch that came without a mask."""
+    return Quantity(monitor, "repeated_tokens", title, "none", "up", brief=("value",))
 
 
 def _router() -> Iterator[Quantity]:
@@ -169,6 +175,7 @@ def _router() -> Iterator[Quantity]:
     yield Quantity("router", "z", "Router z-loss term", "layer", "up")
     title = "Gradient of the balance loss over the language model's"
     yield Quantity("router", "balance_ratio", title, "layer", "up")
+    yield _padding("router", "Share of equal tokens, routed")
 
 
 def _jacobian() -> Iterator[Quantity]:

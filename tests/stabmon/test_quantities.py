@@ -10,7 +10,7 @@ import pytest
 import stabmon
 from stabmon.alarms.standard import standard_detectors
 from stabmon.metrics.jacobian import JacobianStats
-from stabmon.monitor import tiers
+from stabmon.monitor import forward, tiers
 from stabmon.monitor.readings import aggregate
 from stabmon.quantities import QUANTITIES, find, quantity_of, split_key, title_of
 from tests.stabmon import trees
@@ -45,10 +45,10 @@ def of_tree(tree, seen):
     return {
         **{f"delta{lag}": metrics for lag, metrics in changes.items()},
         "weights": tiers.weight_metrics(layout, tree),
-        "router": tiers.router_metrics(layout, tree, seen, 2, 0.01),
+        "router": forward.router_metrics(layout, tree, seen, 2, 0.01),
         "symptoms": tiers.symptom_metrics(layout, tree, tree, tree, jnp.zeros(())),
         "jacobian": tiers.jacobian_metrics(stats),
-        **tiers.activation_tier(seen, 512, 0.5),
+        **forward.activation_tier(seen, 512, 0.5),
     }
 
 
