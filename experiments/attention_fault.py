@@ -39,12 +39,12 @@ from experiments.support.figures import colour, curve, line, panels
 from experiments.support.judging import first_outside
 from experiments.support.recorded import Row, measured, recorded, rows_there
 from experiments.support.tables import crossed, each, table
-from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from stabmon.alarms.lead import Lead, lead_times
 from stabmon.alarms.reference import Reference, learn
 from stabmon.output.report import write_report
+from stabmon.quantities import HELD_OUT
 from stabmon.runs.run import Run
 
 REFERENCE = Path(__file__).parent / "references" / "attention_fault.json"

@@ -28,7 +28,7 @@ from typing import Annotated, Literal
 import plotly.graph_objects as go
 import tyro
 
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.support.arms import ARMS, CLEAN, EXPERTS, SMALL, run_of, truth_of
 from experiments.support.ending import Result, ended
 from experiments.support.figures import colour, panels

@@ -50,9 +50,9 @@ from experiments.support.recorded import (
 )
 from experiments.support.rescue import ADAMW, ARMS, CLEAN, CONFIGURATIONS, HOLDS, LOST, MLP
 from experiments.support.tables import crossed, each, grouped, listed, listing, table
-from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
+from stabmon.quantities import HELD_OUT
 
 GRAD = "symptoms/global/grad_norm/value"
 LOGIT = "attention/global/max_logit/max"

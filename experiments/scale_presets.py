@@ -25,7 +25,7 @@ from typing import Annotated, Literal
 import plotly.graph_objects as go
 import tyro
 
-from experiments.loop.cluster import join, leads, together
+from experiments.loop.cluster import join, together
 from experiments.loop.placement import Placement
 from experiments.loop.step import MonitorConfig
 from experiments.support.ending import Result, ended
@@ -33,9 +33,11 @@ from experiments.support.figures import curve, curves
 from experiments.support.recorded import Row, held_out, measured, recorded
 from experiments.support.scale import PAPERS, REDUCED, count, paper_config, two_steps
 from experiments.support.tables import table
-from experiments.train import HELD_OUT, train
 from experiments.train import Config as TrainConfig
+from experiments.train import train
 from models.sharding import Parallelism
+from stabmon.hosts import leads
+from stabmon.quantities import HELD_OUT
 
 
 @dataclass(frozen=True)

@@ -1,34 +1,29 @@
 """The training loop, written to be copied.
 
 One jitted, donated step does loss, gradients and optimizer. On a sampled step a second program
-measures beside it (`measuring.py`); other steps cost nothing. What is measured leaves as data and
-is written while the next step already runs, so the device never waits for the host. A run is a
-folder (`stabmon.runs.runlog`); `--resume` continues it bit for bit.
+measures beside it (`measuring.py`); other steps cost nothing. `stabmon.Watch` does the rest: run
+folder, alarms, recovery. `--resume` continues a run bit for bit.
 
     python -m experiments.train --name first --steps 1000
     python -m experiments.train --name first --steps 1000 --resume
     python -m experiments.train --name watched --steps 1000 --alarms.on     alarms, advice only
     python -m experiments.train --name cared-for --steps 1000 --act         acts on them too
-
-What `--act` does is in `acting.py`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax.sharding import Mesh
 
 import stabmon
-from experiments.loop.acting import Acting, AlarmConfig
 from experiments.loop.ahead import compiling_ahead
-from experiments.loop.checkpoints import Checkpoints, TrainState
-from experiments.loop.cluster import agree, join, leads, shared_log, together
+from experiments.loop.alarms import AlarmConfig, keep_batches
+from experiments.loop.checkpoints import checkpoints
+from experiments.loop.cluster import join, together
 from experiments.loop.data import Corpus, batches, load_corpus, windows
 from experiments.loop.faults import AttentionFault, Disturbance, disturbed, scales
 from experiments.loop.losses import make_evaluation
@@ -39,13 +34,7 @@ from experiments.loop.session import identity, interruptible
 from experiments.loop.sinks import Sink, open_sinks
 from experiments.loop.step import MonitorConfig, make_step
 from models.config import GPTConfig
-from stabmon.alarms.detectors.bands import BandDetector
-from stabmon.alarms.lead import first_by_key
-from stabmon.alarms.reference import Reference
-from stabmon.recovery.ladder import EXIT_UNRECOVERED
-from stabmon.runs.run import load_run
-
-HELD_OUT = "evaluation/global/loss/value"
+from stabmon.hosts import leads
 
 
 @dataclass(frozen=True)
@@ -76,7 +65,7 @@ class Config:
         alarms: Watching without a reference, and how the ladder is climbed.
         evaluate_every: Steps between evaluations on the held-out split; 0: only at the end.
         checkpoint_every: Steps between checkpoints; 0: only at the end.
-        keep: Newest checkpoints that stay; 0: all. A watched run keeps what its ledger asks for.
+        keep: Newest checkpoints that stay, besides those that the ledger asks for; 0: all.
         resume: Go on from the newest checkpoint.
         quiet: No progress on the terminal.
     """
@@ -147,138 +136,73 @@ def train(config: Config) -> Result:
 
 def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Result:
     """`train`, its arguments checked and its mesh in force."""
-    context = config.model.context
+    context, folder = config.model.context, config.runs / config.name
     held_out_loss = make_evaluation(config.model, corpus, config.batch)
     optimizer = replace(config.optimizer, control=config.optimizer.control or config.act)
-    disturbances = config.disturbances
+    scaled = config.disturbances is not None
     init, step_fn, monitor = make_step(
-        config.model,
-        optimizer,
-        config.monitor,
-        config.fault,
-        config.placement,
-        disturbances is not None,
+        config.model, optimizer, config.monitor, config.fault, config.placement, scaled
     )
-    watched = config.act or config.alarms.on
-    folder = config.runs / config.name
-    with shared_log(folder, identity(config), config.resume) as log:
-        saved = Checkpoints(folder / "checkpoints", keep=None if watched else config.keep or None)
-        fresh: Callable[[], TrainState] = lambda: init(config.seed)
-        state = fresh()
-        acting = None
-        if watched:
-            order = windows(corpus, seed=config.seed, batch=config.batch, context=context)
-            learned = None if config.reference is None else Reference.load(config.reference)
-            acting = Acting.of(
-                config.alarms,
-                config.act,
-                config.optimizer.warmup,
-                folder,
-                log,
-                saved,
-                order,
-                learned,
-                config.model.qk_norm,
-            )
-        if config.resume and saved.latest() is not None:
-            state = saved.restore(state)
-            if acting is not None:
-                state = acting.resume(state, fresh)
+    state = init(config.seed)
+    saved = checkpoints(folder, state)
+    board = Board(config.name, config.steps, config.batch * context, config.quiet or not leads())
+    order = windows(corpus, seed=config.seed, batch=config.batch, context=context)
+    warmup, judged = config.optimizer.warmup, config.act or config.alarms.on
+    watch = stabmon.Watch(
+        folder,
+        state.params,
+        config=identity(config),
+        monitor=monitor,
+        detectors=config.alarms.detectors(judged, warmup, config.reference, config.model.qk_norm),
+        resume=config.resume,
+        sinks=(*open_sinks(config.sinks, folder, identity(config)), board),
+        on_events=[board.hear, keep_batches(folder, order, lambda: watch.recovery.data_shift)],
+        act=config.act,
+        policy=config.alarms.policy(),
+        ledger=config.alarms.ledger(config.keep),
+        save=saved.save,
+        restore=saved.restore,
+        delete=saved.delete if config.keep else None,
+    )
+    loss = jnp.nan
+    with watch, board, compiling_ahead(mesh) as ahead, interruptible() as stop:
+        state = watch.resume(state)
         if config.fault is not None and config.armed:
-            log.fault(**config.fault.journal())
-        for disturbance in disturbances or ():
-            log.fault(**disturbance.journal())
-        step, loss = int(state.step), jnp.nan
-        detector = None
-        if config.reference is not None and acting is None:
-            detector = BandDetector(Reference.load(config.reference))
-            first_by_key(load_run(folder), detector, before=step)
-        armed = np.float32(config.armed)
-        pending, begun = None, step
+            watch.journal.fault(**config.fault.journal())
+        for disturbance in config.disturbances or ():
+            watch.journal.fault(**disturbance.journal())
+        armed, begun = np.float32(config.armed), watch.step
         # The step that begins a run is not sampled: it would wait for the monitors' compilation.
-        sampled = lambda step: monitor.due(step) if step else ()
-        coming = dict.fromkeys(map(sampled, range(step, min(config.steps, step + 10_000))))
-
-        def write(step: int, readings: stabmon.Readings | None, held_out: jax.Array | None) -> None:
-            values = readings.flatten() if readings is not None else {}
-            if held_out is not None:
-                values[HELD_OUT] = float(held_out)
-            log.sample(step, values, tokens=step * config.batch * context)
-            sinks.write(step, values)
-            board.show(step, values)
-            if acting is not None:
-                alarms = acting.observe(step, values)
-            else:
-                alarms = detector.update(step, values) if detector else []
-                for alarm in alarms:
-                    log.event("alarm", step, **alarm.event())
-            for alarm in alarms:
-                board.alarm(alarm)
-            ladder = None if acting is None else acting.recovery.state()
-            agree(f"what step {step} led to", [values, [x.event() for x in alarms], ladder])
-            if readings is not None and (path := readings.offender()) is not None:
-                log.event("nonfinite", step, path=path)
-
-        def save() -> None:
-            if acting is None:
-                saved.save(state)
-            elif not acting.wants_rollback:
-                acting.save(state, float(loss))
-
-        quiet = config.quiet or not leads()
-        names = config.sinks if leads() else ()
-        with (
-            open_sinks(names, folder, identity(config), step) as sinks,
-            Board(config.name, config.steps, config.batch * context, quiet) as board,
-            compiling_ahead(mesh) as ahead,
-        ):
-            with interruptible() as stop:
-                while not stop:
-                    if acting is not None:
-                        if acting.recovery.stop:
-                            break
-                        if acting.wants_rollback:
-                            state, pending = acting.roll_back(fresh), None
-                            step = int(state.step)
-                            sinks.rewind(step)
-                        state = acting.before(step, state)
-                    if step >= config.steps:
-                        break
-                    held_out = None
-                    if config.evaluate_every and step % config.evaluate_every == 0:
-                        held_out = held_out_loss(state.params)
-                    due = sampled(step)
-                    shift = 0 if acting is None else acting.data_shift
-                    tokens = disturbed(disturbances, data, step, shift, corpus.vocabulary)
-                    batch = place_batch(tokens, config.placement, mesh)
-                    factors = scales(disturbances, step)
-                    ahead.wait(due)
-                    state, readings, loss = step_fn(state, batch, armed, due=due, scales=factors)
-                    if step == begun:
-                        ahead.start(step_fn, (state, batch, armed, factors), coming)
-                    # Step t is under way; only now look at what step t−1 measured.
-                    if pending is not None:
-                        write(*pending)
-                    pending = (step, readings, held_out) if due or held_out is not None else None
-                    step += 1
-                    board.advance(step)
-                    saves = config.checkpoint_every and step % config.checkpoint_every == 0
-                    if pending is not None and (saves or step >= config.steps):
-                        write(*pending)
-                        pending = None
-                    if saves:
-                        save()
-            if pending is not None:
-                write(*pending)
-        save()
+        sampled = lambda step: watch.due(step) if step else ()
+        coming = dict.fromkeys(map(sampled, range(begun, min(config.steps, begun + 10_000))))
+        while not stop and not watch.stopped:
+            state = watch.apply(state)
+            step = watch.step
+            if step >= config.steps:
+                break
+            held_out = None
+            if config.evaluate_every and step % config.evaluate_every == 0:
+                held_out = held_out_loss(state.params)
+            due = sampled(step)
+            shift = watch.data_step - step
+            tokens = disturbed(config.disturbances, data, step, shift, corpus.vocabulary)
+            batch = place_batch(tokens, config.placement, mesh)
+            factors = scales(config.disturbances, step)
+            ahead.wait(due)
+            state, readings, loss = step_fn(state, batch, armed, due=due, scales=factors)
+            if step == begun:
+                ahead.start(step_fn, (state, batch, armed, factors), coming)
+            done = step * config.batch * context
+            watch.observe(step, readings, held_out=held_out, tokens=done)
+            board.advance(watch.step)
+            if config.checkpoint_every and watch.step % config.checkpoint_every == 0:
+                watch.checkpoint(state)
+        watch.checkpoint(state)
         saved.close()
         final = float(held_out_loss(state.params))
-        stopped = acting is not None and acting.recovery.stop
-        if stopped:
-            log.event("stopped", step, code=EXIT_UNRECOVERED)
-        elif step >= config.steps:
-            log.event("finished", step, loss=float(loss), held_out=final)
-    return Result(folder, step, float(loss), final, EXIT_UNRECOVERED if stopped else 0)
+        if not watch.stopped and watch.step >= config.steps:
+            watch.journal.event("finished", watch.step, loss=float(loss), held_out=final)
+    return Result(folder, watch.step, float(loss), final, watch.exit_code)
 
 
 if __name__ == "__main__":

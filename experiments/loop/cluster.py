@@ -1,29 +1,21 @@
-"""Several processes as one run: joining them, who writes, and that all decide the same.
+"""Several processes as one run: joining them, and what happens when one is gone.
 
 `join` starts `jax.distributed` where the environment says that there are others: on Cloud TPU,
 SLURM and Open MPI, JAX finds them itself (`--distributed`); elsewhere three variables tell:
 
     JAX_COORDINATOR_ADDRESS=127.0.0.1:9911 JAX_NUM_PROCESSES=2 JAX_PROCESS_ID=0
 
-Every process runs the same program on the same samples and values, so that gates, alarms and
-actions agree by construction; `agree` makes sure. A process that dies ends the others: the one that
+That all decide the same is `stabmon.hosts`'. A process that dies ends the others: the one that
 waits for it is told by its sockets at once, or by missing heartbeats within `HEARTBEAT` seconds.
 """
 
-import json
 import os
 import sys
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import jax
-import numpy as np
-
-from stabmon.runs.runlog import RunLog
 
 HEARTBEAT = 30
 LOST = 3
@@ -81,50 +73,3 @@ def together() -> Iterator[None]:
             flush=True,
         )
         os._exit(LOST)
-
-
-def leads() -> bool:
-    """Whether this process is the one that writes."""
-    return jax.process_index() == 0
-
-
-@contextmanager
-def shared_log(folder: Path, config: Mapping[str, Any], resume: bool) -> Iterator[RunLog]:
-    """The log of a run that several processes share; all but the first write to one of no account.
-
-    Raises:
-        FileExistsError: As `RunLog.open`.
-        RuntimeError: The processes were started with different configurations.
-    """
-    if leads():
-        with RunLog.open(folder, config, resume=resume) as log:
-            agree("the configuration", config)
-            yield log
-        return
-    agree("the configuration", config)
-    with TemporaryDirectory() as away, RunLog.open(Path(away) / folder.name, config) as log:
-        yield log
-
-
-def agree(what: str, value: Any) -> None:
-    """Make sure that `value` is the same on every process.
-
-    Args:
-        what: What is compared, for the message.
-        value: Anything that JSON can hold; compared by its checksum.
-
-    Raises:
-        RuntimeError: On every process, if it is not; the message names the processes that differ
-            from the first.
-    """
-    if jax.process_count() == 1:
-        return
-    from jax.experimental import multihost_utils
-
-    digest = zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode())
-    seen = multihost_utils.process_allgather(np.uint32(digest)).ravel()
-    if differing := np.flatnonzero(seen != seen[0]).tolist():
-        raise RuntimeError(
-            f"processes disagree on {what}: {differing} of {jax.process_count()} differ from "
-            f"process 0; here it is {value!r}. Start all with the same options, code and data"
-        )

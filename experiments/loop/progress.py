@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from stabmon.alarms.detectors.base import Alarm
+from stabmon.quantities import LOSS
+from stabmon.recovery.watcher import Seen
 
 
 class Board:
@@ -49,10 +50,9 @@ class Board:
             self._since = (now, step)
         self._progress.update(self._task, completed=step, state=f"{self._speed}  {self._sample}")
 
-    def show(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, step: int, values: Mapping[str, float]) -> None:
         """Note a written sample; its loss and grade stay on the line until the next."""
-        loss = values.get("symptoms/global/loss/value")
-        grade = values.get("activations/global/grade/min")
+        loss, grade = values.get(LOSS), values.get("activations/global/grade/min")
         words = dict(word.split(" ", 1) for word in self._sample.split("  ") if word)
         if loss is not None:
             words["loss"] = f"{loss:.3f}"
@@ -60,12 +60,19 @@ class Board:
             words["grade"] = f"S{int(grade)}"
         self._sample = "  ".join(f"{name} {word}" for name, word in words.items())
 
-    def alarm(self, alarm: Alarm) -> None:
-        """Print an alarm above the bar, when it happens."""
-        expected = "" if alarm.reference is None else f", expected {alarm.reference:.4g}"
-        spreads = "" if alarm.z is None else f" (z = {alarm.z:+.1f})"
-        self._progress.console.print(
-            f"[bold red]alarm[/] step {alarm.step}: {alarm.key} = {alarm.value:.4g}"
-            f"{expected}{spreads}",
-            highlight=False,
-        )
+    def rewind(self, step: int) -> None:
+        """The bar follows `advance`."""
+
+    def close(self) -> None:
+        """The bar ends with its context."""
+
+    def hear(self, seen: Seen) -> None:
+        """Print alarms above the bar, when they happen."""
+        for alarm in seen.alarms:
+            expected = "" if alarm.reference is None else f", expected {alarm.reference:.4g}"
+            z = "" if alarm.z is None else f" (z = {alarm.z:+.1f})"
+            self._progress.console.print(
+                f"[bold red]alarm[/] step {alarm.step}: {alarm.key} = {alarm.value:.4g}"
+                f"{expected}{z}",
+                highlight=False,
+            )

@@ -8,14 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from stabmon.output.sinks.fanout import Fanout
+from stabmon.hosts import leads
 from stabmon.output.sinks.writers import PrometheusWriter, TensorBoardWriter, WandbWriter, Writer
 
 Sink = Literal["tensorboard", "wandb", "prometheus"]
 
 
-def open_sinks(sinks: Sequence[Sink], folder: Path, config: Mapping[str, Any], step: int) -> Fanout:
-    """The sinks by name, all under the run's folder.
+def open_sinks(sinks: Sequence[Sink], folder: Path, config: Mapping[str, Any]) -> list[Writer]:
+    """The sinks by name, all under the run's folder; none but on the first process.
 
     TensorBoard: event files in `tensorboard/`. Weights & Biases: `wandb/`; `WANDB_MODE=offline` in
     the environment keeps it from the network. Prometheus: `metrics.prom`, for the node exporter's
@@ -25,17 +25,15 @@ def open_sinks(sinks: Sequence[Sink], folder: Path, config: Mapping[str, Any], s
         sinks: Which.
         folder: The run's folder.
         config: What makes the run what it is.
-        step: First step that is to be written; what TensorBoard has from there on is hidden.
 
     Raises:
         ImportError: A library is not installed; the message names the extra.
     """
     made: dict[Sink, Any] = {
-        "tensorboard": lambda: TensorBoardWriter(folder / "tensorboard", purge_step=step),
+        "tensorboard": lambda: TensorBoardWriter(folder / "tensorboard"),
         "wandb": lambda: WandbWriter(
             project="stabmon", name=folder.name, config=config, dir=folder
         ),
         "prometheus": lambda: PrometheusWriter(textfile=folder / "metrics.prom"),
     }
-    writers: list[Writer] = [made[name]() for name in dict.fromkeys(sinks)]
-    return Fanout(writers)
+    return [made[name]() for name in dict.fromkeys(sinks if leads() else ())]

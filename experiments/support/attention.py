@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
@@ -22,12 +22,11 @@ from experiments.support.judging import (
     first_step,
     replayed,
 )
-from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from models.config import GPTConfig
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.reference import Judged, Reference, learn
-from stabmon.quantities import is_brief
+from stabmon.quantities import HELD_OUT, is_brief
 from stabmon.runs.run import Run
 
 MODEL = GPTConfig(layers=2, model=64, heads=4, context=32, backend="flash")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.checkpoints import checkpoints
 from experiments.loop.data import batches, load_corpus
 from experiments.loop.faults import scales
 from experiments.loop.losses import make_evaluation
@@ -64,10 +64,10 @@ def continued(settings: TrainConfig, saved_at: Sequence[int], steps: int) -> lis
     data = batches(corpus, seed=settings.seed, batch=settings.batch, context=context)
     held_out = make_evaluation(settings.model, corpus, settings.batch)
     factors = scales(None if settings.disturbances is None else (), 0)
-    saved = Checkpoints(settings.runs / settings.name / "checkpoints", keep=None)
+    saved = checkpoints(settings.runs / settings.name, init(settings.seed))
     losses = []
     for first in saved_at:
-        state = saved.restore(init(settings.seed), first)
+        state = saved.restore(first)
         for step in range(first, first + steps):
             state, _, _ = step_fn(
                 state, np.asarray(data[step]), np.float32(0), due=(), scales=factors

@@ -13,8 +13,8 @@ from experiments.support.figures import curve
 from experiments.support.judging import LOSSES, Claim, alarm_events, first_step
 from experiments.support.recorded import Row
 from experiments.support.tables import grouped, listed
-from experiments.train import HELD_OUT
 from stabmon.alarms.detectors.grades import grade_of
+from stabmon.quantities import HELD_OUT
 from stabmon.runs.run import Run
 
 RATIO = "activations/global/rank_ratio/min"

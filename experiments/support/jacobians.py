@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.checkpoints import checkpoints
 from experiments.support.recorded import Row
 from experiments.support.states import compiled, held_out_inputs
 from experiments.train import Config as TrainConfig
@@ -62,10 +62,10 @@ def jacobians(settings: TrainConfig) -> list[Row]:
     """a, M and a·M at the kept checkpoints before the last step, on one held-out sequence."""
     tokens = held_out_inputs(settings.data, settings.model.context, 1)
     like = compiled(settings)[0](settings.seed)
-    saved, found = Checkpoints(settings.runs / settings.name / "checkpoints"), []
+    saved, found = checkpoints(settings.runs / settings.name, like), []
     for step in saved.steps():
         if step < settings.steps:
-            params = saved.restore(like, step).params
+            params = saved.restore(step).params
             found.append({"step": step} | least(block_jacobians(settings.model, params, tokens)))
     saved.close()
     return found

@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.support.arms import CLEAN
 from experiments.support.tables import listed, listing
-from experiments.train import HELD_OUT
 from stabmon.alarms.detector_set import LOSS
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.lead import first_by_key
 from stabmon.alarms.reference import Reference
 from stabmon.alarms.signatures import Fault
+from stabmon.quantities import HELD_OUT
 from stabmon.recovery.ladder import Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.recovery.recovery import Recovery

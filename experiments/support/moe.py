@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.loop.faults import AttentionFault
 from experiments.support.arms import ARMS, CLEAN, EXPERTS, SMALL, faults_of, run_of, truth_of
 from experiments.support.figures import curve
@@ -21,9 +21,9 @@ from experiments.support.judging import alarm_events, first_outside, judge, repl
 from experiments.support.recorded import Row, held_out, mean_from, measured, recorded, settings_row
 from experiments.support.states import router_on_text
 from experiments.support.tables import crossed, grouped, listed
-from experiments.train import HELD_OUT
 from experiments.train import Config as TrainConfig
 from stabmon.alarms.reference import Judged, Reference, learn
+from stabmon.quantities import HELD_OUT
 from stabmon.runs.run import Run
 
 BASE = replace(SMALL, steps=800, model=replace(SMALL.model, **EXPERTS), fault=AttentionFault(7, 7))

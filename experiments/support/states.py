@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import stabmon
-from experiments.loop.checkpoints import Checkpoints, TrainState
+from experiments.loop.checkpoints import TrainState, checkpoints
 from experiments.loop.data import batches, load_corpus
 from experiments.loop.placement import ALONE
 from experiments.loop.step import make_step
@@ -35,8 +35,8 @@ def compiled(settings: TrainConfig) -> tuple[Any, Any]:
 
 def final_state(settings: TrainConfig) -> TrainState:
     """The last checkpoint of a run."""
-    saved = Checkpoints(settings.runs / settings.name / "checkpoints")
-    state = saved.restore(compiled(settings)[0](settings.seed))
+    saved = checkpoints(settings.runs / settings.name, compiled(settings)[0](settings.seed))
+    state = saved.restore()
     saved.close()
     return state
 

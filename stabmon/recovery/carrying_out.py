@@ -132,6 +132,8 @@ class CarryingOut:
     def _undo(self, journal: Mapping[str, Any]) -> tuple[int, PyTree]:
         """Go back as the journal says: restore, smaller learning rate, renewed moments."""
         target, recovery = int(journal["target"]), self.watcher.recovery
+        later = [step for step in self.steps() if step > target]
+        agree("the checkpoints to remove", later)  # before one process has removed any
         state = self._restored(target)
         self._recall(target)
         recovery.restore(journal["recovery"])

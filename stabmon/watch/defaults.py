@@ -1,6 +1,6 @@
 """What `Watch` builds where it is not given: the monitor and the watcher that suit a layout."""
 
-from stabmon.alarms.reference import Reference
+from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.standard import standard_detectors
 from stabmon.layout import Layout
 from stabmon.monitor import Monitor
@@ -19,10 +19,11 @@ def default_watcher(
     layout: Layout,
     warmup: int,
     window: int,
-    reference: Reference | None,
+    detectors: DetectorSet | None,
     policy: Policy,
     ledger: CheckpointLedger | None,
 ) -> Watcher:
-    """Returns the standard detectors for a model with this layout, and its ladder."""
-    detectors = standard_detectors(warmup, window, reference, qk_norm=layout.qk_norm)
+    """Returns detectors, by default the standard ones for this layout, and a ladder."""
+    if detectors is None:
+        detectors = standard_detectors(warmup, window, qk_norm=layout.qk_norm)
     return Watcher(detectors, Recovery(policy, CheckpointLedger() if ledger is None else ledger))

@@ -15,15 +15,16 @@ import jax
 from stabmon.alarms.incidents import Change, Incident
 from stabmon.hosts import agree
 from stabmon.monitor import Readings
+from stabmon.output.sinks.fanout import Fanout
+from stabmon.output.sinks.writers import Writer
 from stabmon.quantities import GRAD_NORM, HELD_OUT, LEARNING_RATE, LOSS
-from stabmon.recovery.ladder import Action
 from stabmon.recovery.watcher import Seen, Watcher
 from stabmon.runs.jsonl import read_jsonl
 from stabmon.runs.runlog import RunLog
 from stabmon.watch.schedule import Schedule, rate_at
 
 OnIncident = Callable[[Change, Incident], None]
-OnAction = Callable[[Action], None]
+OnEvents = Callable[[Seen], None]
 SCALARS = {
     "loss": LOSS,
     "held_out": HELD_OUT,
@@ -32,6 +33,8 @@ SCALARS = {
 }
 # Samples that may wait for the device; beyond it the host is far ahead and waits for the oldest.
 _AHEAD = 64
+# Lines that wait for a disk that is full.
+_UNWRITTEN = 100_000
 _LOGGER = logging.getLogger("stabmon")
 
 
@@ -55,23 +58,23 @@ class Journal:
     Attributes:
         watcher: Detectors, incidents and ladder.
         loss: The newest loss that was written, NaN before.
-        lost: Samples that could not be written.
     """
 
     def __init__(
         self,
         log: RunLog | None,
-        sinks: Sequence[Any],
+        sinks: Sequence[Writer],
         watcher: Watcher,
         schedule: Schedule,
         on_incident: Sequence[OnIncident],
-        on_action: Sequence[OnAction],
+        on_events: Sequence[OnEvents],
     ) -> None:
         """Nothing is written before the first sample; `log` is None but on the first process."""
-        self.watcher, self.loss, self.lost = watcher, math.nan, 0
-        self._log, self._sinks, self._schedule = log, sinks, schedule
-        self._on_incident, self._on_action = on_incident, on_action
+        self.watcher, self.loss = watcher, math.nan
+        self._log, self._sinks, self._schedule = log, Fanout(sinks), schedule
+        self._on_incident, self._on_events = on_incident, on_events
         self._waiting: deque[Sample] = deque()
+        self._unwritten: deque[Callable[[RunLog], None]] = deque(maxlen=_UNWRITTEN)
         self._broken = False
 
     def add(
@@ -118,8 +121,7 @@ class Journal:
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Writes what happened."""
-        if self._log is not None:
-            self._safely(lambda log: log.event(kind, step, **fields))
+        self._safely(lambda log: log.event(kind, step, **fields))
 
     def rewind(self, step: int, number: int) -> None:
         """Writes that training goes on from `step`, for the `number`th time."""
@@ -128,12 +130,17 @@ class Journal:
         events = read_jsonl(self._log.folder / "events.jsonl")
         if sum(row.get("kind") == "rewind" for row in events) < number:
             self._safely(lambda log: log.rewind(step))
+            self._sinks.rewind(step)
+
+    def fault(self, **fields: Any) -> None:
+        """Writes the truth about an injected fault."""
+        self._safely(lambda log: log.fault(**fields))
 
     def close(self) -> None:
         """Closes log and sinks."""
-        for sink in self._sinks:
-            sink.close()
+        self._sinks.close()
         if self._log is not None:
+            self._safely(lambda log: None)
             self._log.close()
 
     def _write(self, sample: Sample) -> Seen:
@@ -147,10 +154,8 @@ class Journal:
             values.setdefault(LEARNING_RATE, rate)
         self.loss = values.get(LOSS, self.loss)
         count = None if tokens is None else int(tokens)
-        if self._log is not None:
-            self._safely(lambda log: log.sample(step, values, tokens=count), samples=1)
-        for sink in self._sinks:
-            sink.write(step, values)
+        self._safely(lambda log: log.sample(step, values, tokens=count))
+        self._sinks.write(step, values)
         seen = self.watcher.observe(step, values)
         for row in seen.events():
             self.event(**row)
@@ -159,8 +164,8 @@ class Journal:
         if self._log is not None:
             for found in seen.incidents:
                 self._call(self._on_incident, *found)
-        for action in seen.actions:
-            self._call(self._on_action, action)
+        if seen.alarms or seen.incidents or seen.actions:
+            self._call(self._on_events, seen)
         return seen
 
     def _name_leaf(self, step: int, readings: Readings | None) -> None:
@@ -172,21 +177,27 @@ class Journal:
             self.event("nonfinite", step, path=path)
         self._broken = path is not None
 
-    def _safely(self, write: Callable[[RunLog], None], samples: int = 0) -> None:
-        """Write to the log; where the disk refuses, say so once and let training go on."""
+    def _safely(self, write: Callable[[RunLog], None]) -> None:
+        """Write to the log; what the disk refuses waits, in order, until it can be written."""
         if self._log is None:
             return
+        self._unwritten.append(write)
         try:
-            write(self._log)
+            while self._unwritten:
+                self._unwritten[0](self._log)
+                self._unwritten.popleft()
         except OSError as error:
-            if not self.lost:
+            if len(self._unwritten) == 1:
                 _LOGGER.error(
-                    "%s cannot be written (%s); training goes on, its samples are lost until it "
-                    "can be written again",
+                    "%s cannot be written (%s); training goes on, and what is to be written waits",
                     self._log.folder,
                     error,
                 )
-            self.lost += samples
+
+    @property
+    def lost(self) -> int:
+        """Lines that the disk has refused so far and that are not written yet."""
+        return len(self._unwritten)
 
     def _call(self, functions: Sequence[Callable[..., None]], *arguments: Any) -> None:
         """Call functions of the user; one that fails is told and does not stop the run."""

@@ -5,6 +5,7 @@ How an action is carried out is `stabmon.recovery`'s.
 
 from jaxtyping import PyTree
 
+from stabmon.hosts import agree
 from stabmon.recovery.carrying_out import CarryingOut
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
 from stabmon.recovery.watcher import Watcher
@@ -43,6 +44,7 @@ class Recovering:
             state: A fresh state.
         """
         steps = self.recovery.steps()
+        agree("the checkpoint to go on from", steps)
         if not steps:
             return state
         self.step, state = self.recovery.resume(steps[-1])

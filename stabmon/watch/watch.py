@@ -16,10 +16,11 @@ import optax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from stabmon.alarms.reference import Reference
+from stabmon.alarms.detector_set import DetectorSet
 from stabmon.hosts import agree, leads
 from stabmon.layout import Layout, find_layout
 from stabmon.monitor import Monitor, Readings
+from stabmon.output.sinks.writers import Writer
 from stabmon.recovery.carrying_out import CarryingOut, Restore, Save
 from stabmon.recovery.control import change
 from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
@@ -27,7 +28,7 @@ from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.runs.runlog import RunLog
 from stabmon.watch import termination
 from stabmon.watch.defaults import default_monitor, default_watcher
-from stabmon.watch.journal import Journal, OnAction, OnIncident
+from stabmon.watch.journal import Journal, OnEvents, OnIncident
 from stabmon.watch.recovering import Recovering
 from stabmon.watch.schedule import Schedule, warmup_of
 
@@ -70,10 +71,11 @@ class Watch(Recovering):
         keep: int = 4,
         warmup: int | None = None,
         window: int = 200,
-        reference: Reference | None = None,
-        sinks: Sequence[Any] = (),
+        detectors: DetectorSet | None = None,
+        resume: bool = True,
+        sinks: Sequence[Writer] = (),
         on_incident: Sequence[OnIncident] = (),
-        on_action: Sequence[OnAction] = (),
+        on_events: Sequence[OnEvents] = (),
         act: bool = False,
         policy: Policy | None = None,
         ledger: CheckpointLedger | None = None,
@@ -94,10 +96,11 @@ class Watch(Recovering):
             keep: Snapshots in the ring, one each `monitor.delta` steps.
             warmup: Steps of learning-rate warm-up; None: from the schedule, else 100.
             window: Steps of the healthy window after it.
-            reference: Bands of clean runs, judged besides.
-            sinks: Where samples go besides: objects with `write(step, values)` and `close()`.
+            detectors: What raises alarms; None: `standard_detectors` with this warm-up and window.
+            resume: Whether a folder that holds a run already is gone on with, or refused.
+            sinks: Where samples go besides: TensorBoard, W&B, Prometheus, or your own `Writer`.
             on_incident: Called with (change, incident), on the first process.
-            on_action: Called with each action that the ladder asks for or advises.
+            on_events: Called with what a sample led to, on every process.
             act: Whether the ladder is carried out; False: what it would do is written as advice.
             policy: How the ladder is climbed; its `act` is the argument's.
             ledger: Which checkpoints are trusted.
@@ -121,11 +124,11 @@ class Watch(Recovering):
         self.step, self._keep, self._act = 0, keep, act
         warmup = warmup_of(schedule) if warmup is None else warmup
         policy = replace(Policy() if policy is None else policy, act=act)
-        self.watcher = default_watcher(self.layout, warmup, window, reference, policy, ledger)
+        self.watcher = default_watcher(self.layout, warmup, window, detectors, policy, ledger)
         agree("the configuration", dict(config or {}))
-        log = RunLog.open(self.folder, dict(config or {}), resume=True) if leads() else None
+        log = RunLog.open(self.folder, dict(config or {}), resume=resume) if leads() else None
         sinks = tuple(sinks) if leads() else ()
-        self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_action)
+        self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_events)
         self.recovery = CarryingOut(
             self.folder, self.watcher, save, restore, change, self.journal.rewind, delete
         )
@@ -227,6 +230,8 @@ class Watch(Recovering):
     def __exit__(self, kind: type | None, error: BaseException | None, _: object) -> None:
         self._release()
         try:
+            if error is not None and jax.process_count() > 1:
+                self.journal.drop()  # Another process may be gone: what waits never arrives.
             self.flush()
         finally:
             if error is not None:

@@ -19,8 +19,9 @@ from experiments.loop.step import make_step
 from experiments.support import recorded
 from experiments.support.attention import ARMS, DOSES, MODELS, MONITORS, SPECTRA, clean_arm
 from experiments.support.recorded import key
-from experiments.train import HELD_OUT, Result
+from experiments.train import Result
 from models.config import GPTConfig
+from stabmon.quantities import HELD_OUT
 from stabmon.runs.runlog import RunLog
 
 TOY = Config(

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from experiments.campaign import BASE, CASES, Config, figure, headline, main, plan, tables
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.loop.faults import Disturbance, Scales, disturbed, scales
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig

@@ -21,6 +21,7 @@ from experiments.loop.placement import Placement
 from experiments.loop.step import MonitorConfig
 from experiments.train import Config, train
 from models.config import GPTConfig
+from stabmon import hosts
 from stabmon.runs.run import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -135,10 +136,10 @@ def pair(monkeypatch):
 
 def test_a_process_that_differs_is_named(pair):
     pair(changed=0)
-    cluster.agree("the weather", "fair")
+    hosts.agree("the weather", "fair")
     pair(changed=1)
     with pytest.raises(RuntimeError, match=r"disagree on the weather: \[1\] of 2 .*'fair'"):
-        cluster.agree("the weather", "fair")
+        hosts.agree("the weather", "fair")
 
 
 @pytest.mark.parametrize("sign", ["Gloo: Connection closed by peer", "heartbeat timeout"])
@@ -238,7 +239,8 @@ def test_two_processes_are_one_run_and_a_lost_one_ends_the_other(tmp_path):
 @pytest.mark.slow
 def test_processes_that_disagree_are_told_so():
     program = (
-        "from experiments.loop.cluster import agree, join\n"
+        "from experiments.loop.cluster import join\n"
+        "from stabmon.hosts import agree\n"
         "join()\n"
         "import jax\n"
         "agree('the weather', 'fair')\n"
@@ -254,7 +256,8 @@ def test_processes_that_disagree_are_told_so():
 @pytest.mark.parametrize("told", [by_slurm, by_tpu_slice])
 def test_processes_that_a_cluster_started_find_each_other(told):
     program = (
-        "from experiments.loop.cluster import agree, join, leads\n"
+        "from experiments.loop.cluster import join\n"
+        "from stabmon.hosts import agree, leads\n"
         "join(distributed=True)\n"
         "import jax\n"
         "agree('the number', jax.process_count())\n"

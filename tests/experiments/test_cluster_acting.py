@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from experiments.loop import acting
+from experiments.loop import alarms
 from experiments.train import train
 from stabmon.runs.run import load_run
 from tests.experiments.test_acting import limited, story, tiny
@@ -18,14 +18,15 @@ join()
 import os
 from pathlib import Path
 import jax
-from experiments.loop import acting
+from experiments.loop import alarms
+from stabmon.recovery.carrying_out import CarryingOut
 from experiments.loop.placement import Placement
 from experiments.train import train
 from tests.experiments.test_acting import limited, tiny
-acting.standard_detectors = limited()
+alarms.standard_detectors = limited()
 if {dies}:
     # All processes end in the midst of the rollback: journalled, nothing undone yet.
-    acting.Acting._undo = lambda self, journal, fresh: os._exit(9)
+    CarryingOut._undo = lambda self, journal: os._exit(9)
 with together():
     result = train(tiny(Path({folder!r}), placement=Placement("data"), batch=4, resume={resume}))
 print("LOSS", result.loss, "STEP", result.step)
@@ -36,7 +37,7 @@ print("LOSS", result.loss, "STEP", result.step)
 def alone(tmp_path_factory):
     config = tiny(tmp_path_factory.mktemp("alone"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(acting, "standard_detectors", limited())
+        patch.setattr(alarms, "standard_detectors", limited())
         result = train(config)
     assert ("rewind", 10, "") in story(config)
     return config, result.loss

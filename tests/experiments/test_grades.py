@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from experiments.grades import BASE, Config, headline, main, tables, train_config
-from experiments.loop.acting import AlarmConfig
-from experiments.loop.checkpoints import Checkpoints
+from experiments.loop.alarms import AlarmConfig
 from experiments.loop.data import load_corpus
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
@@ -82,14 +81,13 @@ def test_judging_anew_adds_rows_and_continues_nothing_again(toy, monkeypatch):
 def test_no_step_more_is_the_checkpoint_itself(toy):
     config, _ = toy
     settings = train_config(config, "story", "learning rate ×40", 5, {})
-    saved = Checkpoints(settings.runs / settings.name / "checkpoints", keep=None)
-    assert saved.steps() == [20, 40, 60]
+    saved = settings.runs / settings.name / "checkpoints"
+    assert sorted(int(x.name) for x in saved.iterdir()) == [20, 40, 60]
     (same,) = continued(settings, [60], 0)
     (more,) = continued(settings, [60], 3)
     ends = [x for x in read_jsonl(settings.runs / settings.name / "events.jsonl")]
     assert same == pytest.approx(ends[-1]["held_out"], rel=1e-6)
     assert more != same
-    saved.close()
 
 
 def test_continuing_is_what_the_run_itself_would_have_been(moe):

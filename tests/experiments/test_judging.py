@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from experiments.loop.acting import AlarmConfig
+from experiments.loop.alarms import AlarmConfig
 from experiments.support.arms import ARMS, CLEAN, truth_of
 from experiments.support.judging import (
     Claim,

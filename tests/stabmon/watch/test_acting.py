@@ -207,7 +207,10 @@ def test_skipped_data_are_not_fed_again(tmp_path):
 
 def test_every_action_is_told_to_the_caller(tmp_path):
     heard = []
-    train(tmp_path, on_action=[lambda action: heard.append(action.kind.value)])
+    train(
+        tmp_path,
+        on_events=[lambda seen: heard.extend(action.kind.value for action in seen.actions)],
+    )
     assert heard[:2] == ["scale learning rate", "roll back"]
 
 

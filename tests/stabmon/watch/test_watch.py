@@ -188,18 +188,22 @@ def test_sigterm_ends_the_run_with_its_samples(tmp_path):
     assert load_run(watch.folder).metrics[LOSS][1].tolist() == [2.0]
 
 
-def test_a_disk_that_is_full_is_told_and_training_goes_on(tmp_path, monkeypatch, caplog):
+def test_what_a_full_disk_refuses_waits_and_nothing_is_lost(tmp_path, monkeypatch, caplog):
     watch, _, _ = build(tmp_path / "a")
 
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    with watch, monkeypatch.context() as patch, caplog.at_level(logging.ERROR, logger="stabmon"):
-        patch.setattr(RunLog, "sample", full)
-        watch.observe(0, loss=2.0)
-        watch.observe(1, loss=2.0)
-    assert "No space left" in caplog.text
-    assert (watch.journal.lost, watch.exit_code) == (2, 74)
+    with watch, caplog.at_level(logging.ERROR, logger="stabmon"):
+        with monkeypatch.context() as patch:
+            patch.setattr(RunLog, "sample", full)
+            watch.observe(0, loss=2.0)
+            watch.observe(1, loss=3.0)
+            assert (watch.journal.lost, watch.exit_code) == (2, 74)
+        watch.observe(2, loss=4.0)
+    assert caplog.text.count("No space left") == 1
+    assert (watch.journal.lost, watch.exit_code) == (0, 0)
+    assert load_run(watch.folder).metrics[LOSS][1].tolist() == [2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize(
