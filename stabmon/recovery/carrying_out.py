@@ -106,11 +106,12 @@ class CarryingOut:
         Returns:
             The step to go on from, and the state.
         """
+        state = self._restored(step)
         self._recall(step)
         journal = self._journal()
         if journal is not None and journal["number"] > self.watcher.recovery.standing.rollbacks:
             return self._undo(journal)
-        return step, self._restored(step)
+        return step, state
 
     def roll_back(self) -> tuple[int, PyTree]:
         """Carry out the pending rollback.

@@ -92,8 +92,9 @@ class OrbaxCheckpoints:
         """
         steps = self.steps()
         step = step if step is not None else max(steps, default=None)
-        if step is None:
-            raise FileNotFoundError(f"no checkpoint in {self.folder}")
+        if step not in steps:
+            which = "" if step is None else f" of step {step}"
+            raise FileNotFoundError(f"no checkpoint{which} in {self.folder}")
         meta = self._read(step, {"meta": self._ocp.args.JsonRestore()})["meta"]
         if meta["format"] > FORMAT:
             raise ValueError(
@@ -142,21 +143,51 @@ def _zeros(ring: TrackDeltaState) -> list[Any]:
 
 
 def _items(state: PyTree) -> dict[str, Any]:
-    """The parts of a state at its top level, by name; the state itself where it has none."""
+    """The parts of a state at its top level, by name; the state itself where it has none.
+
+    Nested dicts are stored as they are. Of any other part each array is stored under its path, so
+    that a link which is added behind the others moves none of them.
+    """
+    return {name: part if _is_nested(part) else _flat(part) for name, part in _parts(state).items()}
+
+
+def _parts(state: PyTree) -> dict[str, Any]:
+    """The parts that hold arrays."""
     if isinstance(state, Mapping) and all(isinstance(key, str) for key in state):
-        return dict(state)
-    if fields := getattr(state, "_fields", ()):
-        return {name: getattr(state, name) for name in fields}
-    return {"state": state}
+        parts = dict(state)
+    elif fields := getattr(state, "_fields", ()):
+        parts = {name: getattr(state, name) for name in fields}
+    else:
+        parts = {"state": state}
+    return {name: part for name, part in parts.items() if jax.tree.leaves(part)}
+
+
+def _is_nested(part: Any) -> bool:
+    """Whether a part is a dict of dicts of arrays."""
+    if not isinstance(part, dict):
+        return False
+    return all(_is_nested(x) or jax.tree_util.all_leaves([x]) for x in part.values())
+
+
+def _flat(part: PyTree) -> dict[str, Any]:
+    """{path: array} of a part; "value" for a part that is an array."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(part)
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+    return {name(path): leaf for path, leaf in paths}
 
 
 def _whole(like: PyTree, items: Any) -> PyTree:
     """The inverse of `_items`."""
-    names = _items(like)
-    if names.keys() == {"state"}:
-        return items["state"]
-    parts = {name: items[name] for name in names}
-    return parts if isinstance(like, Mapping) else like._replace(**parts)
+    parts = {}
+    for name, part in _parts(like).items():
+        got = items[name]
+        if not _is_nested(part):
+            leaves = [got[path] for path in _flat(part)]
+            got = jax.tree.unflatten(jax.tree.structure(part), leaves)
+        parts[name] = got
+    if isinstance(like, Mapping):
+        return {**like, **parts}
+    return like._replace(**parts) if hasattr(like, "_replace") else parts["state"]
 
 
 def detach(state: PyTree) -> tuple[PyTree, TrackDeltaState | None]:

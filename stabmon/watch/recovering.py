@@ -3,6 +3,8 @@
 How an action is carried out is `stabmon.recovery`'s.
 """
 
+import logging
+
 from jaxtyping import PyTree
 
 from stabmon.hosts import agree
@@ -12,6 +14,7 @@ from stabmon.recovery.watcher import Watcher
 from stabmon.watch.journal import Journal
 
 EXIT_LOST = 74
+_LOGGER = logging.getLogger("stabmon")
 
 
 class Recovering:
@@ -39,15 +42,20 @@ class Recovering:
         """Returns the state to go on with: of the newest checkpoint, or `state` without one.
 
         `watch.step` is then the step to go on from. A rollback that a kill interrupted is finished.
+        A checkpoint that is gone (`restore` raises FileNotFoundError) is passed over.
 
         Args:
             state: A fresh state.
         """
         steps = self.recovery.steps()
         agree("the checkpoint to go on from", steps)
-        if not steps:
-            return state
-        self.step, state = self.recovery.resume(steps[-1])
+        for step in reversed(steps):
+            try:
+                self.step, state = self.recovery.resume(step)
+            except FileNotFoundError as error:
+                _LOGGER.warning("step %d is not gone on from: %s", step, error)
+            else:
+                break
         return state
 
     def apply(self, state: PyTree) -> PyTree:
