@@ -5,9 +5,11 @@ How an action is carried out is `stabmon.recovery`'s.
 
 import logging
 
+import jax
 from jaxtyping import PyTree
 
 from stabmon.hosts import agree
+from stabmon.monitor.snapshots import TrackDeltaState
 from stabmon.recovery.carrying_out import CarryingOut
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
 from stabmon.recovery.watcher import Watcher
@@ -55,8 +57,17 @@ class Recovering:
             except FileNotFoundError as error:
                 _LOGGER.warning("step %d is not gone on from: %s", step, error)
             else:
+                self._say_conflict(state)
                 break
         return state
+
+    def _say_conflict(self, state: PyTree) -> None:
+        """Journal that the snapshots of a restored state are another configuration's."""
+        is_ring = lambda x: isinstance(x, TrackDeltaState)
+        rings = [x for x in jax.tree.leaves(state, is_leaf=is_ring) if is_ring(x)]
+        for why in filter(None, (ring.conflict() for ring in rings)):
+            _LOGGER.warning("step %d: %s", self.step, why)
+            self.journal.event("warning", self.step, reason=why)
 
     def apply(self, state: PyTree) -> PyTree:
         """Returns the state that the next step starts from, with what the ladder asks for done.

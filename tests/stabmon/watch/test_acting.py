@@ -1,5 +1,6 @@
 """The ladder carried out by `Watch` on a stranger's loop: its story, and the same when killed."""
 
+import dataclasses
 import json
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.latch import Patience
 from stabmon.alarms.detectors.limits import Threshold
+from stabmon.monitor.snapshots import TrackDeltaState, find_state
 from stabmon.recovery.carrying_out import CarryingOut
 from stabmon.recovery.checkpoints import OrbaxCheckpoints
 from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
@@ -221,3 +223,22 @@ def test_a_checkpoint_without_notes_does_not_count(tmp_path):
     with again:
         again.resume(state)
     assert again.step == 10
+
+
+def test_snapshots_of_another_configuration_are_told(tmp_path):
+    train(tmp_path, steps=11)
+    watch, _, state = begin(tmp_path)
+    ring = find_state(state.opt_state)
+    other = dataclasses.replace(ring, every=5)
+    state = state._replace(
+        opt_state=jax.tree.map(
+            lambda x: other if isinstance(x, TrackDeltaState) else x,
+            state.opt_state,
+            is_leaf=lambda x: isinstance(x, TrackDeltaState),
+        )
+    )
+    watch.recovery.restore = lambda step: state
+    with watch:
+        watch.resume(state)
+    events = read_jsonl(watch.folder / "events.jsonl")
+    assert "the ring starts anew" in next(e["reason"] for e in events if e["kind"] == "warning")
