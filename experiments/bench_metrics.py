@@ -25,8 +25,8 @@ from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig, make_step
 from experiments.support.timing import Row, as_table, interleaved
 from models.gpt import apply, init_params
-from stabmon.linalg.factor import product
 from stabmon.linalg.power import power_norm
+from stabmon.linalg.products import product
 from stabmon.metrics.qk import increment_spectra, qk_increment
 from stabmon.metrics.spectrum import spectral_norm, spectrum_stats
 

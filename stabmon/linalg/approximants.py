@@ -1,7 +1,7 @@
 """Scalar functions that approximate the sign on [1/κ, 1]: odd polynomials and Halley rationals.
 
 Float64 NumPy, computed once at trace time and cached. The matrix iterations that use the
-coefficients live in `_matrix_sign.py`.
+coefficients live in `polar.py`.
 """
 
 import functools
@@ -12,7 +12,6 @@ import numpy as np
 # Rounding may push a singular value past the end of an interval, where the polynomials are steep.
 MARGIN = 1e-4
 TOLERANCE = 2e-5
-_TAILS = ((), (3,), (9,), (3, 3), (5, 3))
 
 Polynomial = tuple[float, ...]
 Rational = tuple[float, float, float]
@@ -58,40 +57,33 @@ def minimax_odd(lower: float, upper: float, degree: int) -> tuple[Polynomial, fl
 
 
 @functools.lru_cache(maxsize=256)
-def composite(lower: float, degrees: tuple[int, ...]) -> tuple[tuple[Polynomial, ...], float]:
-    """Greedy composition p_k(…p₁(x)) ≈ 1 on [lower, 1], and its largest error.
+def composite(lower: float, count: int) -> tuple[tuple[Polynomial, ...], float]:
+    """Greedy composition p_k(…p₁(x)) ≈ 1 on [lower, 1] of quintics, and its largest error.
 
     Each polynomial is the best on the interval that the earlier ones leave, widened by `MARGIN`
-    at both ends.
+    at both ends. Higher degrees alternate in the hundreds there and cost float32 digits.
 
     Args:
         lower: Left end of the first interval, in (0, 1).
-        degrees: Degree of each polynomial, first to last.
+        count: Number of polynomials.
     """
     low, high, polynomials = lower, 1.0, []
-    for degree in degrees:
-        polynomial, error = minimax_odd(low * (1 - MARGIN), high * (1 + MARGIN), degree)
+    for _ in range(count):
+        polynomial, error = minimax_odd(low * (1 - MARGIN), high * (1 + MARGIN), 5)
         polynomials.append(polynomial)
         low, high = 1 - error, 1 + error
     return tuple(polynomials), high - 1
 
 
 @functools.lru_cache(maxsize=256)
-def polynomial_schedule(lower: float) -> tuple[Polynomial, ...]:
-    """The composition that reaches `TOLERANCE` on [lower, 1] with the fewest matrix products.
+def quintic_schedule(lower: float, multiple: int = 1) -> tuple[Polynomial, ...]:
+    """The shortest composition that reaches `TOLERANCE` on [lower, 1], of a multiple of quintics.
 
-    Quintic steps, which lift small values most per product, and a short tail among `_TAILS`.
-    Direct application of degree 3, 5 and 9 takes 2, 3 and 4 products. Degree 9 is kept for the
-    tail: on wide intervals its coefficients alternate in the hundreds and cost float32 digits.
-
-    >>> [2 * len(p) - 1 for p in polynomial_schedule(6e-5)]
-    [5, 5, 5, 5, 5, 5, 5, 9]
+    >>> len(quintic_schedule(6e-5)), len(quintic_schedule(6e-5, multiple=2))
+    (9, 10)
     """
-    cost = {3: 2, 5: 3, 9: 4}
-    schedules = [(5,) * count + tail for tail in _TAILS for count in range(1, 24)]
-    schedules.sort(key=lambda degrees: sum(cost[degree] for degree in degrees))
-    for degrees in schedules:
-        polynomials, error = composite(lower, degrees)
+    for count in range(multiple, 24, multiple):
+        polynomials, error = composite(lower, count)
         if error <= TOLERANCE:
             return polynomials
     raise ValueError(f"no schedule reaches 1 from {lower}; write a smaller condition number")
@@ -118,7 +110,7 @@ def halley_schedule(
         Nakatsukasa, Bai, Gygi: Optimizing Halley's iteration for computing the matrix polar
         decomposition, SIAM J. Matrix Anal. Appl. 31 (2010), eq. 3.18 and 3.19.
     """
-    polynomials, error = composite(lower, (5,) * lifts)
+    polynomials, error = composite(lower, lifts)
     # The Halley weights assume [low, 1]: fold the division by the upper end into the last lift.
     upper = (1 + error) * (1 + MARGIN) if lifts else 1.0
     if lifts:

@@ -4,11 +4,11 @@ A Cholesky-QR: the long axis is seen by Gram matrices only, so where it is shard
 small all-reduce. What is made of the factor is in `qk.py` and `activations.py`.
 """
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from stabmon.linalg.lapack import cholesky, cholesky_with_inverse, on_stack, turned
+from stabmon.linalg.decompositions import cholesky, cholesky_with_inverse, on_stack, turned
+from stabmon.linalg.products import product
 
 
 def triangular_factor(rows: Float[Array, "*stack n m"]) -> Float[Array, "*stack n n"]:
@@ -44,8 +44,3 @@ def triangular_factor(rows: Float[Array, "*stack n m"]) -> Float[Array, "*stack 
     again, _, gram = cosines(product(inverse / turned(safe), rows))
     second = on_stack(cholesky)(gram)
     return product(turned(again * second), turned(lengths * first))
-
-
-def product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
-    """Matrix product in full float32, also where the backend would round inputs to bfloat16."""
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)

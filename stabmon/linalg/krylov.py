@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from stabmon.linalg.checks import unit_scale
-from stabmon.linalg.lapack import orthonormal, thin_svd
+from stabmon.linalg.decompositions import orthonormal, thin_svd
 
 
 class LinearMap(NamedTuple):

@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.linalg.checks import as_matrix
-from stabmon.linalg.lapack import cholesky_with_inverse, on_stack, singular_values, turned
+from stabmon.linalg.decompositions import cholesky_with_inverse, on_stack, singular_values, turned
 
 # Products with WᵀW between orthogonalisations. Directions that fall below rounding in that time are
 # no rivals of σ₁.

@@ -1,8 +1,8 @@
 """`matrix_sign`: the orthogonal polar factor UVᵀ of a matrix or a stack of matrices.
 
 Here: scaling, transposition, what happens to zero and non-finite matrices, the choice of a method.
-Not here: the iterations and the derivative (`_polar.py`), and what is done with the sign of a
-weight (`_msign.py`).
+Not here: the iterations and the derivative (`polar.py`), and what is done with the sign of a
+weight (`optax_ext`).
 """
 
 from collections.abc import Callable
@@ -55,8 +55,9 @@ def matrix_sign(
         2×256×256           0.7        0.8       1×4096×1024         0.9        0.6
         1×1024×1024         0.6        0.8       1×2048×2048         0.7        1.0
 
-    An SVD suffers most where other threads compete for the cores (five times slower and more).
-    On accelerators nothing was measured: there products are what is fast.
+    An SVD suffers most where other threads compete for the cores (five times slower and more). On
+    an accelerator "svd" and the derivative take Jacobi rotations, and a TPU forms each product from
+    six bfloat16 ones; `stabmon.linalg.platforms.as_on_accelerator` shows on a CPU what comes out.
 
     Args:
         w: m × n, any float dtype, any leading axes.
@@ -102,7 +103,6 @@ def matrix_sign(
     if x.shape[-1] == 1:
         q = x
     else:
-        method = choose(*x.shape[-2:]) if method == "auto" else method
         q = _tall_sign(x, method, float(condition), max_gain)
     q = jnp.swapaxes(q, -1, -2) if wide else q
     return jnp.where(finite, q, jnp.nan).astype(w.dtype)
@@ -138,12 +138,6 @@ def normalised(
     total = jnp.sum(jnp.square(x), axis=(-2, -1), keepdims=True)
     norm = jnp.sqrt(jnp.where(usable, total, 1))
     return x / norm, jnp.where(usable, norm * largest.astype(jnp.float32), 0), finite
-
-
-def choose(m: int, n: int) -> str:
-    """The method that "auto" means on the default backend for m ≥ n."""
-    lapack = jax.default_backend() == "cpu" and n >= 256 and m < 2 * n
-    return "svd" if lapack else "newton_schulz"
 
 
 def check_method(method: object, caller: str) -> None:

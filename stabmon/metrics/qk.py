@@ -12,6 +12,7 @@ the long axis D only through H-sized Gram matrices. Functions of a stack of head
 axes.
 """
 
+import itertools
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -19,8 +20,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float
 
 from stabmon.linalg.checks import as_matrix
-from stabmon.linalg.factor import product, triangular_factor
-from stabmon.linalg.lapack import on_stack, singular_values, turned
+from stabmon.linalg.decompositions import on_stack, singular_values, turned
+from stabmon.linalg.factor import triangular_factor
+from stabmon.linalg.mesh import replicated
+from stabmon.linalg.platforms import by_platform
+from stabmon.linalg.products import product
 from stabmon.metrics.spectrum import SpectrumStats, spectrum_stats
 
 
@@ -135,7 +139,9 @@ def increment_spectra(
         key=s_dk[..., :h, :],
     )
     valid = IncrementSpectra(sound, sound, sound, sound_q, sound_k)
-    return IncrementSpectra(*map(_core_singular_values, cores, valid))
+    large, small = _core_singular_values(cores[:2]), _core_singular_values(cores[2:])
+    known = lambda sigma, valid: jnp.where(valid[..., 0], sigma, jnp.full_like(sigma, jnp.nan))
+    return IncrementSpectra(*map(known, large + small, valid))
 
 
 def _unit_rows(
@@ -148,10 +154,23 @@ def _unit_rows(
 
 
 def _core_singular_values(
-    core: Float[Array, "*stack n n"], valid: Bool[Array, "*stack 1 1"]
-) -> Float[Array, "*stack n"]:
-    """Singular values of small cores; rescaled first, since Δ3 of a tiny dW underflows."""
-    scale = jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True)
-    unit = core / jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    sigma = on_stack(singular_values)(unit) * scale[..., 0]
-    return jnp.where(valid[..., 0], sigma, jnp.full_like(sigma, jnp.nan))
+    cores: tuple[Float[Array, "*stack n n"], ...],
+) -> list[Float[Array, "*stack n"]]:
+    """Singular values of small cores of one size; on an accelerator in one batch.
+
+    Rescaled first, since Δ3 of a tiny dW underflows.
+    """
+    scales = [jnp.max(jnp.abs(core), axis=(-2, -1), keepdims=True) for core in cores]
+    safe = [jnp.where(scale > 0, scale, jnp.ones_like(scale)) for scale in scales]
+    units = [core / scale for core, scale in zip(cores, safe, strict=True)]
+    apart = lambda *units: [on_stack(singular_values)(unit) for unit in units]
+    found = by_platform(*units, accelerator=_in_one_batch, cpu=apart)
+    return [sigma * scale[..., 0] for sigma, scale in zip(found, scales, strict=True)]
+
+
+def _in_one_batch(*cores: Float[Array, "*stack n n"]) -> list[Float[Array, "*stack n"]]:
+    # Whole on every device before axes are merged; see `on_stack`.
+    flat = [core.reshape(-1, *core.shape[-2:]) for core in replicated(cores)]
+    ends = list(itertools.accumulate(len(core) for core in flat))
+    found = jnp.split(on_stack(singular_values)(jnp.concatenate(flat)), ends[:-1])
+    return [sigma.reshape(core.shape[:-1]) for sigma, core in zip(found, cores, strict=True)]

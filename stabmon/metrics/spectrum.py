@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from stabmon.linalg import lapack
+from stabmon.linalg import decompositions
 from stabmon.linalg.checks import all_finite, as_matrix, nan_unless, unit_scale
 
 
@@ -55,7 +55,7 @@ def singular_values(w: ArrayLike) -> Float[Array, " r"]:
     w = as_matrix(w, "singular_values")
     finite = all_finite(w)
     w, scale = unit_scale(jnp.where(finite, w, jnp.zeros_like(w)))
-    return nan_unless(finite, lapack.singular_values(w) * scale)
+    return nan_unless(finite, decompositions.singular_values(w) * scale)
 
 
 def entropy_of_spectrum(sigma: Float[Array, " r"], alpha: float | int = 2.0) -> Float[Array, ""]:

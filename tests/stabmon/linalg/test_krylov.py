@@ -46,6 +46,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("name", SPECTRA)
 def test_a_settled_triple_is_right(name):
     a, u, v = with_spectrum(SPECTRA[name])
@@ -56,6 +57,7 @@ def test_a_settled_triple_is_right(name):
     assert abs(np.vdot(np.asarray(triple.u, np.float64), a @ np.asarray(triple.v)) - 1) < 1e-5
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize(
     "sigma",
     [
@@ -88,6 +90,7 @@ def test_scale_moves_sigma_alone(seed, power):
     assert max(angle(triple.u, u), angle(triple.v, v)) <= TOLERANCE
 
 
+@pytest.mark.usefixtures("route")
 def test_gap_is_no_more_than_it_is():
     for name in ("linear", "gap of 1 %", "rank two"):
         sigma = SPECTRA[name]
@@ -108,6 +111,7 @@ def test_a_gap_of_rounding_is_not_trusted_even_if_the_residual_is_zero():
     assert error_angle(SingularTriple(x[0], x, x, residual=x[0] * 0.0, gap=x[0] * 1e-7)) > 1
 
 
+@pytest.mark.usefixtures("route")
 def test_small_maps():
     one = solve(np.array([[-3.0]]))
     np.testing.assert_allclose([one.sigma, one.residual, one.gap], [3.0, 0.0, 1.0])
@@ -115,12 +119,14 @@ def test_small_maps():
     np.testing.assert_allclose(np.abs([*triple.u, *triple.v]), [1, 0, 0, 1], atol=1e-6)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("n", [6, 16, 17])
 def test_sizes_around_one_krylov_space(n):
     a = np.random.default_rng(n).normal(size=(n, n))
     np.testing.assert_allclose(solve(a).sigma, np.linalg.norm(a, 2), rtol=2e-6)
 
 
+@pytest.mark.usefixtures("route")
 def test_zero_and_nan():
     zero = solve(np.zeros((N, N)))
     assert tuple(float(x) for x in (zero.sigma, zero.residual, zero.gap)) == (0.0, 0.0, 1.0)

@@ -19,6 +19,7 @@ def with_spectrum(rng, shape, sigma):
     return (left * sigma) @ right.T
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_power_norm_settles_on_the_largest(shape):
     sigma = np.geomspace(2.0, 0.2, min(shape))
@@ -35,6 +36,7 @@ def test_power_norm_says_when_it_has_not_settled():
     assert float(estimate.value) <= np.linalg.norm(w, 2) * (1 + 1e-5)
 
 
+@pytest.mark.usefixtures("route")
 def test_power_norm_of_zero_and_of_nan():
     assert [float(x) for x in power_norm(jnp.zeros((4, 6)))] == [0.0, 1.0]
     broken = power_norm(jnp.full((4, 6), jnp.nan))

@@ -46,6 +46,7 @@ SPECTRA = {
 }
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("name", SPECTRA)
 @pytest.mark.parametrize("shape", [(200, 24), (17, 40)], ids=["tall", "wide"])
 def test_rank_ratio_of_a_prescribed_spectrum(name, shape):
@@ -72,6 +73,7 @@ def test_rank_ratio_of_bfloat16_is_that_of_the_stored_values():
     assert abs(float(rank_ratio(x)) / oracle(np.asarray(x, np.float64), 32) - 1) < 1e-5
 
 
+@pytest.mark.usefixtures("route")
 def test_rank_ratio_of_degenerate_activations():
     x = np.ones((3, 5, 8), np.float32)
     assert rank_ratio(0.0 * x) == pytest.approx(1 / 8)
@@ -100,6 +102,7 @@ def test_segments_are_the_stretches_of_the_context():
     assert value[2] < value[1]
 
 
+@pytest.mark.usefixtures("route")
 def test_a_bad_segment_does_not_hide_the_others():
     x = RNG.normal(size=(1, 8, 4))
     x[0, 6, 0] = np.nan

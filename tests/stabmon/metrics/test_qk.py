@@ -67,6 +67,7 @@ def assert_close(stats, expected, alpha2=1e-4, alpha1=1e-3):
     np.testing.assert_allclose(got[5], expected[5], rtol=alpha1)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("condition", [1.0, 1e3])
 @pytest.mark.parametrize("kind", ["full rank", "rank one", "graded"])
 @pytest.mark.parametrize("shape", [(96, 16), (24, 24), (12, 20)], ids=["tall", "square", "wide"])
@@ -110,6 +111,7 @@ def test_scale_moves_norms_only(seed, exponent):
         np.testing.assert_allclose(b[2:], a[2:], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("route")
 def test_no_change_is_the_zero_matrix():
     q, k, _, _ = four(np.random.default_rng(2), 16, 4, 1e-2, "full rank")
     for stats in increment(q, k, q, k):
@@ -140,6 +142,7 @@ def test_a_stack_through_vmap_equals_one_by_one():
         np.testing.assert_allclose([s[i] for s in batched.delta2], single.delta2, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("rank", [1, 3, 8])
 def test_triangular_factor_reproduces_the_gram_matrix(rank):
     rng = np.random.default_rng(5)

@@ -39,6 +39,7 @@ ORACLES = {
 METRICS = {name: jax.jit(getattr(spectrum, name)) for name in ORACLES}
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("name", ORACLES)
 def test_agrees_with_the_prescribed_spectrum(name, shape):
@@ -56,6 +57,7 @@ def test_entropy_for_any_exponent(alpha):
     np.testing.assert_allclose(stabmon.spectral_entropy(w, alpha), entropy(sigma, alpha), rtol=1e-5)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -72,6 +74,7 @@ def test_zero_matrix(name, value):
     assert float(METRICS[name](jnp.zeros((12, 40)))) == value
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -87,6 +90,7 @@ def test_rank_one(name, value):
     np.testing.assert_allclose(METRICS[name](w), value, rtol=1e-5)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("name", ORACLES)
 def test_non_finite_gives_nan(name, bad):
@@ -103,6 +107,7 @@ def test_half_precision_is_computed_in_float32(dtype):
         np.testing.assert_allclose(METRICS[name](w), oracle(expected), rtol=2e-5)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("exponent", [-100, 100])
 def test_extreme_scales_neither_overflow_nor_underflow(exponent):
     sigma = np.geomspace(1.0, 0.1, 12)

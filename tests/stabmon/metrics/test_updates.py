@@ -57,6 +57,7 @@ def test_marchenko_pastur_median_against_a_large_sample(beta):
     np.testing.assert_allclose(marchenko_pastur_median(beta), sample, rtol=0.01)
 
 
+@pytest.mark.usefixtures("route")
 @pytest.mark.parametrize("shape", [(60, 60), (60, 240), (240, 60)])
 @pytest.mark.parametrize("planted", [0, 1, 3])
 def test_noise_outliers_counts_planted_directions(shape, planted):
@@ -73,6 +74,7 @@ def test_noise_outliers_counts_planted_directions(shape, planted):
         assert abs(float(result.excess)) < 0.1
 
 
+@pytest.mark.usefixtures("route")
 def test_noise_outliers_without_noise():
     rank_two = np.zeros((6, 9), np.float32)
     rank_two[0, 0], rank_two[1, 1] = 3.0, 1.0
@@ -80,6 +82,7 @@ def test_noise_outliers_without_noise():
     assert (float(result.count), float(result.excess)) == (2.0, np.inf)
 
 
+@pytest.mark.usefixtures("route")
 def test_noise_outliers_of_zero_and_nan():
     assert [float(x) for x in stabmon.noise_outliers(jnp.zeros((4, 6)))] == [0.0, 0.0]
     assert all(np.isnan(x) for x in stabmon.noise_outliers(jnp.full((4, 6), jnp.nan)))
