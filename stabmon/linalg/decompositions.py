@@ -19,7 +19,7 @@ from jax.custom_batching import custom_vmap
 from stabmon.linalg import jacobi
 from stabmon.linalg.mesh import replicated, spread
 from stabmon.linalg.platforms import by_platform
-from stabmon.linalg.products import linear_product
+from stabmon.linalg.products import product
 
 
 def by_matrix(
@@ -108,7 +108,7 @@ def singular_values(w: jax.Array) -> jax.Array:
 def _singular_values_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]):
     """Derivative dσᵢ = uᵢᵀ dW vᵢ."""
     u, sigma, vt = thin_svd(primals[0])
-    moved = linear_product(tangents[0], turned(vt))
+    moved = product(tangents[0], turned(vt))
     return sigma, jnp.sum(u * moved, axis=-2)
 
 
@@ -119,17 +119,39 @@ def orthonormal(w: jax.Array) -> jax.Array:
 
 
 @by_matrix
-def cholesky(w: jax.Array) -> jax.Array:
-    """Lower-triangular L with LLᵀ = `w`, of which the lower triangle is read."""
-    return jax.lax.linalg.cholesky(w, symmetrize_input=False)
+def cholesky(cosines: jax.Array) -> jax.Array:
+    """Lower-triangular L with LLᵀ = C + sI for a Gram matrix C of n unit vectors of any rank.
+
+    s = n·eps, or as many times 16 of that as it takes where rounding made C indefinite.
+    """
+    return _shifted(cosines)
 
 
 @by_matrix
-def cholesky_with_inverse(w: jax.Array) -> tuple[jax.Array, jax.Array]:
+def cholesky_with_inverse(cosines: jax.Array) -> tuple[jax.Array, jax.Array]:
     """L as from `cholesky`, and L⁻¹."""
-    lower = jax.lax.linalg.cholesky(w, symmetrize_input=False)
-    identity = jnp.broadcast_to(jnp.eye(w.shape[-1], dtype=w.dtype), w.shape)
+    lower = _shifted(cosines)
+    identity = jnp.broadcast_to(jnp.eye(lower.shape[-1], dtype=lower.dtype), lower.shape)
     return lower, jax.lax.linalg.triangular_solve(lower, identity, left_side=True, lower=True)
+
+
+def _shifted(cosines: jax.Array) -> jax.Array:
+    n = cosines.shape[-1]
+    eye = jnp.broadcast_to(jnp.eye(n, dtype=cosines.dtype), cosines.shape)
+    failed = lambda lower: ~jnp.all(jnp.isfinite(lower), axis=(-2, -1), keepdims=True)
+
+    def again(carry: tuple[jax.Array, jax.Array, jax.Array]):
+        count, shift, lower = carry
+        shift = jnp.where(failed(lower) & (count > 0), 16 * shift, shift)
+        shifted = cosines + shift * eye
+        return count + 1, shift, jax.lax.linalg.cholesky(shifted, symmetrize_input=False)
+
+    def unfinished(carry: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        return (carry[0] < 6) & jnp.any(failed(carry[2]))
+
+    least = jnp.full((*cosines.shape[:-2], 1, 1), n * jnp.finfo(cosines.dtype).eps, cosines.dtype)
+    begun = (jnp.int32(0), least, jnp.full_like(cosines, jnp.inf))
+    return jax.lax.while_loop(unfinished, again, begun)[2]
 
 
 @by_matrix

@@ -29,15 +29,12 @@ def triangular_factor(rows: Float[Array, "*stack n m"]) -> Float[Array, "*stack 
     A lies transposed: a Gram matrix of rows runs along contiguous memory. Only these reduce over
     the long axis m.
     """
-    n = rows.shape[-2]
-    shift = n * jnp.finfo(rows.dtype).eps * jnp.eye(n, dtype=rows.dtype)
 
     def cosines(rows):
         gram = product(rows, turned(rows))
         lengths = jnp.sqrt(jnp.diagonal(gram, axis1=-2, axis2=-1))[..., None]
         safe = jnp.where(lengths > 0, lengths, jnp.ones_like(lengths))
-        cosine = gram / (safe * turned(safe))
-        return lengths, safe, cosine + jnp.broadcast_to(shift, cosine.shape)
+        return lengths, safe, gram / (safe * turned(safe))
 
     lengths, safe, gram = cosines(rows)
     first, inverse = on_stack(cholesky_with_inverse)(gram)

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 # Within `with as_on_accelerator(True):` every platform takes the accelerator's way, to see on a CPU
 # what a TPU would compute. Functions jitted before are traced anew.
 as_on_accelerator = jax.make_user_context(False)
 
 
-def by_platform(*arrays: jax.Array, accelerator: Callable[..., Any], **others: Any) -> Any:
+def by_platform(*arrays: ArrayLike, accelerator: Callable[..., Any], **others: Any) -> Any:
     """`accelerator(*arrays)`, or the function given for the platform by name: cpu, cuda, rocm.
 
     >>> import jax.numpy as jnp

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from stabmon.linalg.approximants import Polynomial, halley_schedule, quintic_schedule
 from stabmon.linalg.decompositions import divided, on_stack, thin_svd
 from stabmon.linalg.platforms import by_platform
-from stabmon.linalg.products import linear_product, product, symmetric_product
+from stabmon.linalg.products import large_product, product, symmetric_product
 
 Stack = Float[Array, "*stack m n"]
 
@@ -66,11 +66,11 @@ def _polar_factor_jvp(method, condition, primals, tangents):
     both = kept[..., :, None] & kept[..., None, :]
     sums = jnp.where(both, s[..., :, None] + s[..., None, :], 1)
     inverse = jnp.where(kept, 1 / jnp.where(kept, s, 1), 0)
-    dxv = linear_product(dx, _transpose(vt))
-    a = linear_product(_transpose(u), dxv)
+    dxv = product(dx, _transpose(vt))
+    a = product(_transpose(u), dxv)
     turned = jnp.where(both, (a - _transpose(a)) / sums, 0)
-    outside = (dxv - linear_product(u, a)) * inverse[..., None, :]
-    return q, linear_product(linear_product(u, turned) + outside, vt)
+    outside = (dxv - product(u, a)) * inverse[..., None, :]
+    return q, product(product(u, turned) + outside, vt)
 
 
 def _by_svd(x: Stack) -> Stack:
@@ -109,7 +109,7 @@ def _compose(x: Stack, polynomials: Sequence[Polynomial], size: int = 1) -> Stac
         scale = jnp.where((i == 0) & (norm > 0), 1 / jnp.where(norm > 0, norm, 1), 1)
         x, gram, square = x * scale, gram * scale**2, square * scale**4
         if size == 1:
-            return table[i, 0, 0] * x + product(x, _tail(table[i, 0], gram, square))
+            return table[i, 0, 0] * x + large_product(x, _tail(table[i, 0], gram, square))
         eye = identity_like(gram)
         total = z = table[i, 0, 0] * eye + _tail(table[i, 0], gram, square)
         for k in range(1, size):  # Z_k…Z₁ with Z_k = q_k(G_k), G_{k+1} = Z_k G_k Z_k; all commute
@@ -117,7 +117,7 @@ def _compose(x: Stack, polynomials: Sequence[Polynomial], size: int = 1) -> Stac
             square = symmetric_product(gram, gram)
             z = table[i, k, 0] * eye + _tail(table[i, k], gram, square)
             total = symmetric_product(total, z)
-        return product(x, total)
+        return large_product(x, total)
 
     return jax.lax.fori_loop(0, len(table), block, x)
 

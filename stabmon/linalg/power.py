@@ -70,16 +70,13 @@ def power_norms(
     # The vectors iterate as rows: products then run along contiguous memory.
     transposed = turned(w)
     b, n = min(4, w.shape[-1]), w.shape[-1]
-    shift = 4 * jnp.finfo(w.dtype).eps * jnp.eye(b, dtype=w.dtype)
 
     def orthonormal(rows):
         # Through the small Gram matrix. Rows that depend on others come out shorter than 1, never
         # longer, so no estimate exceeds σ₁.
         rows = rows / positive(norms(rows, -1))
         cosines = product(rows, turned(rows))
-        _, inverse = on_stack(cholesky_with_inverse)(
-            cosines + jnp.broadcast_to(shift, cosines.shape)
-        )
+        _, inverse = on_stack(cholesky_with_inverse)(cosines)
         return product(inverse, rows)
 
     # With ‖W‖_F = 1, σ₁ is in [n^-½, 1]: a round neither overflows nor underflows.

@@ -18,25 +18,20 @@ MOST_BLOCKS = 4
 _PASSES = ((2, 0), (0, 2), (1, 1), (1, 0), (0, 1), (0, 0))
 
 
-@jax.custom_jvp
 def product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
     """Matrix product in full precision, also where the backend would round inputs to bfloat16."""
-    if a.dtype != jnp.float32 or b.dtype != jnp.float32:
-        return linear_product(a, b)
-    own = dict.fromkeys(("cpu", "cuda", "rocm"), linear_product)
-    return by_platform(a, b, accelerator=in_passes, **own)
-
-
-@product.defjvp
-def _product_jvp(primals: tuple[Array, Array], tangents: tuple[Array, Array]):
-    """Derivative dA B + A dB."""
-    (a, b), (da, db) = primals, tangents
-    return product(a, b), linear_product(da, b) + linear_product(a, db)
-
-
-def linear_product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
-    """As `product`, by the backend's own: for derivatives, whose cotangents keep their digits."""
     return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+
+
+def large_product(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
+    """The same of large matrices that each device has whole; on a TPU `in_passes`.
+
+    Not for derivatives: their cotangents would be rounded.
+    """
+    if a.dtype != jnp.float32 or b.dtype != jnp.float32:
+        return product(a, b)
+    own = dict.fromkeys(("cpu", "cuda", "rocm"), product)
+    return by_platform(a, b, accelerator=in_passes, **own)
 
 
 def in_passes(a: Float[Array, "*a m k"], b: Float[Array, "*b k n"]) -> Float[Array, "*c m n"]:
@@ -68,7 +63,7 @@ def symmetric_product(
     n, axis = a.shape[-2], a.ndim - 2
     count = max(1, min(MOST_BLOCKS, n // BLOCK))
     if count == 1:
-        return product(a, b)
+        return large_product(a, b)
     width = -(-n // count)
     pairs = [(i, j) for i in range(count) for j in range(i, count)]
     start = jnp.asarray([min(i * width, n - width) for i in range(count)], jnp.int32)
@@ -77,7 +72,7 @@ def symmetric_product(
 
     def put(p: Int[Array, ""], whole: Array) -> Array:
         row, column = start[i[p]], start[j[p]]
-        block = product(
+        block = large_product(
             jax.lax.dynamic_slice_in_dim(a, row, width, axis),
             jax.lax.dynamic_slice_in_dim(b, column, width, axis + 1),
         )

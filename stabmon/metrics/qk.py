@@ -154,8 +154,8 @@ def _unit_rows(
 
 
 def _core_singular_values(
-    cores: tuple[Float[Array, "*stack n n"], ...],
-) -> list[Float[Array, "*stack n"]]:
+    cores: tuple[Float[Array, "... n n"], ...],
+) -> list[Float[Array, "... n"]]:
     """Singular values of small cores of one size; on an accelerator in one batch.
 
     Rescaled first, since Δ3 of a tiny dW underflows.
@@ -168,7 +168,7 @@ def _core_singular_values(
     return [sigma * scale[..., 0] for sigma, scale in zip(found, scales, strict=True)]
 
 
-def _in_one_batch(*cores: Float[Array, "*stack n n"]) -> list[Float[Array, "*stack n"]]:
+def _in_one_batch(*cores: Float[Array, "... n n"]) -> list[Float[Array, "... n"]]:
     # Whole on every device before axes are merged; see `on_stack`.
     flat = [core.reshape(-1, *core.shape[-2:]) for core in replicated(cores)]
     ends = list(itertools.accumulate(len(core) for core in flat))

@@ -31,4 +31,4 @@ def test_blocks_make_up_the_whole(monkeypatch, n):
 
 def test_other_dtypes_are_multiplied_as_they_are():
     x = jnp.ones((2, 2), jnp.bfloat16)
-    assert products.product(x, x).dtype == jnp.bfloat16
+    assert products.large_product(x, x).dtype == jnp.bfloat16

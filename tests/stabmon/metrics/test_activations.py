@@ -83,6 +83,30 @@ def test_rank_ratio_of_degenerate_activations():
         assert jnp.isnan(rank_ratio(x))
 
 
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("tokens", [17, 512])
+@pytest.mark.parametrize("width", [3, 64, 256])
+def test_rank_ratio_of_collapsed_activations(width, tokens, dtype):
+    """One repeated token, two kinds of token, one repeated channel, and rounding beside one."""
+    rng = np.random.default_rng(0)
+    one, other = rng.normal(size=(2, 1, width))
+    kinds = (
+        np.tile(one, (tokens, 1)),
+        np.ones((tokens, width)),
+        np.where(rng.random((tokens, 1)) < 0.5, one, other),
+        np.tile(rng.normal(size=(tokens, 1)), (1, width)),
+        *(one + noise * rng.normal(size=(tokens, width)) for noise in (1e-5, 1e-6, 1e-8)),
+    )
+    stack = jnp.asarray(np.stack(kinds), dtype)
+    found = jax.jit(jax.vmap(rank_ratio))(stack)
+    for x, ratio in zip(np.asarray(stack.astype(jnp.float32), np.float64), found, strict=True):
+        sigma = np.linalg.svd(x, compute_uv=False)[:32]
+        p = sigma / sigma.sum()
+        expected = np.exp(-np.sum(p * np.log(np.maximum(p, 1e-300)))) / len(sigma)
+        np.testing.assert_allclose(ratio, expected, rtol=5e-3)
+
+
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 2**16), power=st.integers(-30, 30))
 def test_rank_ratio_ignores_scale_rotation_and_token_order(seed, power):
