@@ -38,5 +38,11 @@ bench: $(VENV)/.installed
 evidence: $(VENV)/.installed
 	$(BIN)/python -m experiments.evidence run
 
+# The TPU's own compiler, in an environment of its own; no TPU is needed.
+tpu:
+	$(PYTHON) -m venv .venv-tpu
+	.venv-tpu/bin/pip install --quiet --constraint constraints.txt --editable ".[experiments,tpu]"
+	.venv-tpu/bin/python -m experiments.tpu_study
+
 clean:
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache

@@ -173,20 +173,21 @@ def compile_program(model: GPTConfig, part: str) -> Any:
 
 
 def collectives(text: str) -> dict[str, dict[str, int]]:
-    """{kind: number of them in the program, and bytes of their results on a device}.
+    """{kind: number of them in the program, bytes of all results and of the largest, on a device}.
 
     A collective in a loop's body counts once.
     """
     found: dict[str, dict[str, int]] = {}
     pattern = rf"= (\(?[a-z]+\d*\[.*?) ({'|'.join(KINDS)})(?:-start)?\("
     for results, kind in re.findall(pattern, text):
-        entry = found.setdefault(kind, {"count": 0, "bytes": 0})
+        entry = found.setdefault(kind, {"count": 0, "bytes": 0, "largest": 0})
         entry["count"] += 1
         for dtype, shape in re.findall(r"([a-z]+\d*)\[([\d,]*)\]", results):
-            size = 1
+            size = BYTES.get(dtype, 4)
             for n in filter(None, shape.split(",")):
                 size *= int(n)
-            entry["bytes"] += size * BYTES.get(dtype, 4)
+            entry["bytes"] += size
+            entry["largest"] = max(entry["largest"], size)
     return found
 
 

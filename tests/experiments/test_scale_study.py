@@ -58,8 +58,8 @@ def test_collectives_are_counted_with_the_bytes_of_their_results():
       %e = f32[100]{0} add(%x, %y)
     """
     assert collectives(text) == {
-        "all-reduce": {"count": 2, "bytes": 24 + 8 + 4},
-        "all-to-all": {"count": 1, "bytes": 32},
+        "all-reduce": {"count": 2, "bytes": 24 + 8 + 4, "largest": 24},
+        "all-to-all": {"count": 1, "bytes": 32, "largest": 32},
     }
 
 
