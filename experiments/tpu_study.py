@@ -56,7 +56,7 @@ MODELS = {
 }
 MESHES = {"v5e:2x4": (4, 2), "v5e:16x16": (32, 8), "v5p:2x2x1": (2, 2)}
 MONITORS = ("delta", "activations", "weights", "router")
-PARTS = ("base", "forward", "monitors", "symptoms", "msign", "staggered", "polar", "host ring")
+PARTS = ("base", "forward", "monitors", "symptoms", "msign", "staggered", "polar")
 _RESTORES = {
     "msign": {"period": 1},
     "staggered": {"period": 100, "stagger": True},
@@ -124,7 +124,6 @@ def measured(model: GPTConfig, part: str, mesh: Any) -> dict[str, Any]:
         "code_bytes": memory.generated_code_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "argument_bytes": memory.argument_size_in_bytes,
-        "host_bytes": memory.host_argument_size_in_bytes,
         "flops": cost["flops"],
         "bytes": cost["bytes accessed"],
         "collectives": collectives(compiled.as_text()),
@@ -139,7 +138,6 @@ def lower(model: GPTConfig, part: str, mesh: Any) -> Any:
     restore = optax.identity()
     if part in _RESTORES:
         restore = optax_ext.msign(layout=layout, **_RESTORES[part])
-    # The ring comes last, in the chain and so in the state.
     ring = optax_ext.track_delta(50, 4, select=layout.selects("qk"))
     tx = optax.chain(optax.adamw(1e-3), restore, ring)
     monitor = stabmon.Monitor(layout)
@@ -165,8 +163,6 @@ def lower(model: GPTConfig, part: str, mesh: Any) -> Any:
         return observe(model, state.params, tokens[:4, :-1], tokens[:4, 1:])
 
     where, states = state_shardings(tx, shapes, placement, mesh)
-    if part == "host ring":
-        states = (*states[:-1], _in_host_memory(states[-1]))
     places: Any = TrainState(*[NamedSharding(mesh, jax.P()), where, states])
     placed = lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s)
     counter = jax.ShapeDtypeStruct((), jnp.int32)
@@ -178,19 +174,12 @@ def lower(model: GPTConfig, part: str, mesh: Any) -> Any:
     with jax.set_mesh(mesh):
         if part == "forward":
             return jax.jit(forward).lower(state, tokens)
-        if part in ("monitors", "host ring"):
+        if part == "monitors":
             due = MONITORS if model.experts else MONITORS[:-1]
             measure: Any = make_measure(model, monitor, 4)
             return measure.lower(state, tokens, due=due)
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(places, None))
         return jitted.lower(state, tokens)
-
-
-def _in_host_memory(shardings: Any) -> Any:
-    """The same shardings, of arrays with axes in the host's memory."""
-    return jax.tree.map(
-        lambda s: s.with_memory_kind("pinned_host") if any(s.spec) else s, shardings
-    )
 
 
 if __name__ == "__main__":

@@ -25,12 +25,6 @@ def test_every_program_is_lowered_from_shapes(mesh, part):
     assert "func.func public @main" in lower(TOY, part, mesh).as_text()
 
 
-@pytest.mark.slow
-def test_the_ring_of_a_program_for_the_host_lies_there(mesh):
-    assert "pinned_host" in lower(TOY, "host ring", mesh).as_text()
-    assert "pinned_host" not in lower(TOY, "monitors", mesh).as_text()
-
-
 def row(part, seconds, code):
     return {
         "model": "toy",

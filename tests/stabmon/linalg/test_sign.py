@@ -76,6 +76,15 @@ def test_condition_sets_what_is_brought_to_one():
     assert float(jnp.max(orthogonality_error(sign_of("newton_schulz")(below)))) <= 1e-4
 
 
+@pytest.mark.usefixtures("route")
+@pytest.mark.parametrize("method", ["newton_schulz", "polar"])
+@pytest.mark.parametrize("shape", [(256, 64), (64, 64)])
+def test_a_condition_of_a_million_on_request(shape, method):
+    w = with_spectrum(*shape, np.geomspace(1, 1e-6, 64)).astype(np.float32)
+    q = jax.jit(functools.partial(matrix_sign, method=method, condition=1e6))(w)
+    assert float(orthogonality_error(q)) <= 1e-4
+
+
 @pytest.mark.parametrize("shape", [(256, 64), (64, 64)])
 def test_newton_schulz_is_one_loop_of_products(shape):
     text = sign_of("newton_schulz").lower(np.ones(shape, np.float32)).as_text()
