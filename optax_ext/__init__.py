@@ -1,5 +1,6 @@
 """Optax transforms: snapshots for the monitors, matrix-sign restoration, means of recovery."""
 
+from optax_ext._between import track_worst as track_worst
 from optax_ext._clip import QKClipState as QKClipState
 from optax_ext._clip import qk_clip as qk_clip
 from optax_ext._delta import track_delta as track_delta

@@ -51,6 +51,10 @@ from stabmon.metrics.updates import lag_exponent as lag_exponent
 from stabmon.metrics.updates import noise_outliers as noise_outliers
 from stabmon.metrics.updates import radial_alignment as radial_alignment
 from stabmon.monitor import Monitor as Monitor
+from stabmon.monitor.capture import capture as capture
+from stabmon.monitor.capture import record as record
+from stabmon.monitor.capture import watch_attention as watch_attention
+from stabmon.monitor.intermediates import collect_intermediates as collect_intermediates
 from stabmon.monitor.readings import Readings as Readings
 from stabmon.monitor.snapshots import Delta as Delta
 from stabmon.monitor.snapshots import read_delta as read_delta

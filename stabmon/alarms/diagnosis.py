@@ -10,6 +10,7 @@ from typing import Any
 
 from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.signatures import EXPLAINS, SIGNATURES, Fault, Signature, sign_of
+from stabmon.quantities import unmeasured
 
 THIN = 0.5
 SLACK = 50
@@ -94,13 +95,14 @@ def diagnose(
         best = ranked[0][0] if ranked else 0.0
         if ranked:
             words.append(f"nearest to {ranked[0][1].fault.value}, but the evidence is thin")
+        words += _missed(measured)
         return Diagnosis(step, Fault.UNKNOWN, best, tuple(words), *_place(list(alarms)))
     final = ranked[0][1].fault is Fault.NONFINITE
     chosen = ranked[:1] if final else [pair for pair in ranked if pair[0] >= THIN]
     relevant = [sign for _, signature in chosen for sign in _relevant(signature, signs)]
     own = [alarm for sign, alarm in first.items() if sign in relevant]
     words = [_words(alarm) for alarm in sorted(own, key=lambda alarm: -alarm.strength)]
-    words += _context(relevant, router)
+    words += _context(relevant, router) + _missed(measured)
     places = [a for a in alarms if any(a.key == b.key for b in own)]
     faults = tuple(signature.fault for _, signature in chosen)
     confidence = min(pair[0] for pair in chosen)
@@ -193,6 +195,12 @@ def _context(signs: Collection[str], router: bool) -> list[str]:
         words.append("the loss is falling all the while")
     over = [sign.removeprefix("over: ") for sign in signs if sign.startswith("over: ")]
     return words + [f"the {quantity} is back already" for quantity in over]
+
+
+def _missed(measured: Collection[str]) -> list[str]:
+    """What could not speak, since it is never measured."""
+    missed = [f"{sign} (needs {needs})" for sign, needs in unmeasured(measured).items()]
+    return ["never measured, so not ruled out: " + ", ".join(missed)] if measured and missed else []
 
 
 def _place(alarms: list[Alarm]) -> tuple[int | None, int | None]:

@@ -9,6 +9,7 @@ import math
 from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.detectors.base import Detector
+from stabmon.alarms.detectors.counts import Rise
 from stabmon.alarms.detectors.deviations import AllHeads, Cusum, RobustZ
 from stabmon.alarms.detectors.grades import GradeWatch
 from stabmon.alarms.detectors.latch import Patience
@@ -88,6 +89,8 @@ def _detector(
         case "limit":
             begin = 0 if judged.from_start else first
             return Threshold(rule, pattern, judged.threshold, begin, patience=patience)
+        case "count":
+            return Rise(rule, pattern, judged.threshold, patience=patience)
         case "all heads":
             return AllHeads(window, patience=Patience(judged.dwell, 0.75, cooldown))
         case "grade":

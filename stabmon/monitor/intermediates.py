@@ -106,7 +106,8 @@ def collect_intermediates(captured: PyTree, **patterns: str) -> dict[str, Array]
     was captured is left alone. Outside the gradient.
 
     Args:
-        captured: Such as `variables["intermediates"]` or `nnx.pop(model, nnx.Intermediate)`.
+        captured: Linen's `variables["intermediates"]`, the second result of
+            `nnx.capture(model, nnx.Intermediate)`, or the like.
         **patterns: name=regular expression, searched in the path without what `sow` adds to it:
             `residual=r"block_\d+/__call__"`.
 
@@ -191,11 +192,12 @@ def _stack(name: str, arrays: Sequence[Array]) -> Array:
 
 
 def _steps(path: str) -> list[str]:
-    """The steps of a path, without the place in the tuple that `sow` makes."""
+    """The steps of a path, without what `sow` makes: places in a tuple, a variable's `value`."""
     steps = path.split("/")
     while len(steps) > 1 and steps[-1].isdigit():
         steps = steps[:-1]
-    return steps
+    inner = steps[-1] == "value" and any(step in AXES for step in steps[:-1])
+    return steps[:-1] if inner else steps
 
 
 def _one(name: str, of: Sequence[tuple[list[str], Any]]) -> Array:

@@ -15,7 +15,9 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from stabmon.linalg.mesh import replicated
-from stabmon.quantities import FIRST_NONFINITE, Quantity, find
+from stabmon.quantities import FIRST_NONFINITE, Quantity, find, unmeasured
+
+_PADDED, _HALF = ("activations", "router"), 0.5
 
 
 @jax.tree_util.register_dataclass
@@ -28,7 +30,8 @@ class Readings:
         valid: Per monitor (such as "delta50"), whether it was sampled at this step and had all it
             needs.
         values: Per monitor, a float32 vector of its values; zeros where it is not valid.
-        ring_step: Updates that the snapshot ring has counted, int32; −1 where it was not read.
+        ring_step: Updates that the snapshot ring has counted, int32, where the delta tier was named
+            by `due`; −1 elsewhere.
         keys: Per monitor, the keys of that vector; static.
         leaf_names: Paths of the parameters; static.
 
@@ -66,6 +69,37 @@ class Readings:
             keys=tuple((dict(self.keys) | dict(other.keys)).items()),
             leaf_names=other.leaf_names or self.leaf_names,
         )
+
+    @property
+    def unmeasured(self) -> dict[str, str]:
+        """What the diagnosis would ask for and no monitor measures: {quantity: what it takes}.
+
+        Of a call with `due=` only what is due there is measured.
+        """
+        return unmeasured(key for _, keys in self.keys for key in keys)
+
+    def notes(self, values: Mapping[str, float]) -> dict[str, str]:
+        """What is wrong with how the monitors are called: {kind: sentence}.
+
+        Args:
+            values: What `flatten` returned.
+        """
+        said, step, ring = {}, int(self.step), int(self.ring_step)
+        shares = [values.get(f"{tier}/global/repeated_tokens/value", 0.0) for tier in _PADDED]
+        if (share := max(shares)) >= _HALF:
+            said["padding"] = (
+                f"{share:.0%} of the tokens are alike and no mask was given: if they are padding, "
+                "pass intermediates['mask'] (B, T), True where a token counts; until then ranks, "
+                "entropies and expert load are those of the padding"
+            )
+        spectra = [flag for name, flag in self.valid.items() if name.startswith("delta")]
+        if ring not in (-1, step) and not any(map(bool, spectra)):
+            said["ring"] = (
+                f"the snapshot ring counts {ring} updates at step {step}, so no lag was exact "
+                "where the delta tier was due: steps were skipped, or the counts began apart; "
+                "leave due=None to the delta tier, or ask monitor.due with the ring's count"
+            )
+        return said
 
     def offender(self) -> str | None:
         """Path of the first parameter whose gradient or update is not finite.

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, PyTree
 
 from stabmon.layout import leaves_with_paths
 from stabmon.monitor import forward, tiers
+from stabmon.monitor.between import between_metrics
 from stabmon.monitor.intermediates import Intermediates, read_intermediates
 from stabmon.monitor.readings import Readings, aggregate
 from stabmon.monitor.snapshots import TrackDeltaState, find_state, read_delta
@@ -85,7 +86,7 @@ def sample(monitor: "Monitor", inputs: Inputs, due: Collection[str] | None) -> R
         step=inputs.step.astype(jnp.int32),
         valid=valid,
         values=values,
-        ring_step=jnp.full((), -1, jnp.int32) if ring is None else ring.delta_step,
+        ring_step=jnp.full((), -1, jnp.int32) if ring is None or due is None else ring.delta_step,
         keys=tuple(keys.items()),
         leaf_names=tuple(path for path, _ in leaves_with_paths(inputs.params)),
     )
@@ -120,7 +121,8 @@ def _measure(monitor: "Monitor", inputs: Inputs, tier: str, get: Callable[[], An
 
     def symptoms() -> dict[str, tiers.Metrics]:
         trees = (inputs.grads, inputs.updates, inputs.loss)
-        return {"symptoms": tiers.symptom_metrics(layout, params, *trees)}
+        found = tiers.symptom_metrics(layout, params, *trees)
+        return {"symptoms": found | between_metrics(opt_state, monitor.symptoms)}
 
     return {
         "delta": delta,

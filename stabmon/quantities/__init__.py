@@ -15,3 +15,4 @@ from stabmon.quantities.table import find as find
 from stabmon.quantities.table import is_brief as is_brief
 from stabmon.quantities.table import quantity_of as quantity_of
 from stabmon.quantities.table import title_of as title_of
+from stabmon.quantities.table import unmeasured as unmeasured

@@ -6,60 +6,12 @@ together. What does not live here: formulas (`metrics/`), detectors (`alarms/det
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
 from stabmon.quantities.matrices import PLACE, spectra, weights
 from stabmon.quantities.quantity import Judged, Quantity, split_key
-
-
-def _scalars() -> Iterator[Quantity]:
-    """Quantities of the whole model, among them those that a trainer gives by itself."""
-    nats = "nats per token"
-    yield Quantity(
-        *("evaluation", "loss", "Held-out loss", "none", "up", nats),
-        judged=(Judged("z", ("value",), "up", ratchet=True),),
-        evidence="held-out loss",
-        panel="Held-out loss",
-    )
-    yield Quantity(
-        *("symptoms", "loss", "Loss", "none", "up", nats, ("value",)),
-        judged=(
-            # One batch of a healthy run can be six deviations off: more, or for longer.
-            Judged("spike", ("value",), "up", threshold=10.0, dwell=1),
-            Judged("surge", ("value",), "up", threshold=5.0),
-            Judged("shift", ("value",), "down", threshold=5.0, dwell=1),
-        ),
-        evidence="loss",
-        panel="Loss",
-    )
-    yield Quantity(
-        *("symptoms", "grad_norm", "Gradient norm", "none", "up", "", ("value",)),
-        judged=(
-            Judged("spike", ("value",), "up", threshold=10.0, dwell=1),
-            Judged("surge", ("value",), "up"),
-            Judged("shift", ("value",), "up", 4.0, dwell=1, evidence="gradient level"),
-        ),
-        evidence="gradient norm",
-        panel="Gradient norm",
-        log=True,
-    )
-    for metric, title in (("update_norm", "Update norm"), ("update_ratio", "Update over weight")):
-        yield Quantity(
-            *("symptoms", metric, title, "none", "up", "", ("value",)),
-            judged=(Judged("surge", ("value",), "up", dwell=3),),
-            evidence="update size",
-        )
-    yield Quantity("symptoms", "param_norm", "Weight norm", "none", "up", "", ("value",))
-    yield Quantity(
-        *("symptoms", "nonfinite", "Non-finite leaves", "none", "up", "", ("value",)),
-        judged=(Judged("limit", ("value",), "up", 0.0, dwell=1, from_start=True),),
-        evidence="non-finite",
-    )
-    first = "Index of the first non-finite leaf"
-    yield Quantity("symptoms", "first_nonfinite", first, "none", "up", "", ("value",))
-    rate = "Learning rate"
-    yield Quantity("schedule", "learning_rate", rate, "none", "up", panel=rate)
+from stabmon.quantities.scalars import scalars
 
 
 def _attention() -> Iterator[Quantity]:
@@ -194,7 +146,7 @@ def _jacobian() -> Iterator[Quantity]:
     yield Quantity("jacobian", "converged", title, "none", "down", brief=("value",))
 
 
-QUANTITIES = (*_scalars(), *spectra(), *_attention(), *weights(), *_router(), *_jacobian())
+QUANTITIES = (*scalars(), *spectra(), *_attention(), *weights(), *_router(), *_jacobian())
 _BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 
 
@@ -260,6 +212,37 @@ def title_of(quantity: str) -> str:
     if found is None:
         return quantity
     return found.title + (f", lag {monitor[5:]}" if found.monitor == "delta" else "")
+
+
+# Signs in a diagnosis, and what they take to be measured.
+NEEDS = {
+    "loss": "loss=",
+    "gradient norm": "grads=",
+    "update size": "updates=",
+    "Δ2": "the delta tier",
+    "attention entropy": "intermediates with attention_entropy",
+    "attention logit": "intermediates with max_attention_logit",
+    "rank": "intermediates with residual",
+    "router entropy": "intermediates with router_logits",
+}
+
+
+def unmeasured(keys: Iterable[str]) -> dict[str, str]:
+    """Returns what a run that samples these keys never measures: sign → what that would take.
+
+    Args:
+        keys: Metric keys. Of a run without keys of a router its signs are not missed.
+
+    Example:
+        >>> unmeasured(["symptoms/global/loss/value", "delta50/global/delta2/entropy/p10"])
+        ... # doctest: +ELLIPSIS
+        {'gradient norm': 'grads=', 'update size': 'updates=', 'attention entropy': ...
+    """
+    found = [quantity for key in keys if (quantity := quantity_of(key))]
+    seen = {quantity.evidence for quantity in found}
+    if not any(quantity.monitor == "router" for quantity in found):
+        seen.add("router entropy")
+    return {sign: needs for sign, needs in NEEDS.items() if sign not in seen}
 
 
 LOSS = "symptoms/global/loss/value"

@@ -76,6 +76,7 @@ class Journal:
         self._waiting: deque[Sample] = deque()
         self._unwritten: deque[Callable[[RunLog], None]] = deque(maxlen=_UNWRITTEN)
         self._broken = False
+        self._said: set[str] = set()
 
     def add(
         self, step: int, readings: Readings | None, scalars: Mapping[str, Any], due: bool
@@ -160,6 +161,7 @@ class Journal:
         for row in seen.events():
             self.event(**row)
         self._name_leaf(step, readings)
+        self._say(step, {} if readings is None else readings.notes(values))
         agree(f"what step {step} led to", [values, seen.events()])
         if self._log is not None:
             for found in seen.incidents:
@@ -176,6 +178,13 @@ class Journal:
         if path is not None and not self._broken:
             self.event("nonfinite", step, path=path)
         self._broken = path is not None
+
+    def _say(self, step: int, notes: Mapping[str, str]) -> None:
+        """Tell what is wrong with how the monitors are called, each kind once."""
+        for kind in notes.keys() - self._said:
+            self._said.add(kind)
+            _LOGGER.warning("step %d: %s", step, notes[kind])
+            self.event("note", step, text=notes[kind])
 
     def _safely(self, write: Callable[[RunLog], None]) -> None:
         """Write to the log; what the disk refuses waits, in order, until it can be written."""

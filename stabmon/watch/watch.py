@@ -140,14 +140,17 @@ class Watch(Recovering):
     def transforms(self) -> Any:
         """Returns the transform to put behind the optimizer: `optax.chain(tx, watch.transforms())`.
 
-        It holds the snapshot ring, and the learning-rate factor where the ladder acts.
+        It holds the snapshot ring, the worst update between samples, and the learning-rate factor
+        where the ladder acts.
         """
         ours: Any = import_module("optax_ext")
         control = (ours.scale_by_control(),) if self._act else ()
         selected = self.layout.selects("qk", "router")
         every = self.monitor.delta
         ring = (ours.track_delta(every, self._keep, select=selected),) if every else ()
-        return optax.chain(*control, *ring)
+        symptoms = self.monitor.symptoms
+        worst = (ours.track_worst(symptoms),) if symptoms else ()
+        return optax.chain(*control, *worst, *ring)
 
     def due(self, step: int, *tiers: str) -> tuple[str, ...]:
         """Returns the tiers that are sampled at `step`, a static argument of the jitted step.

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import stabmon
+from optax_ext import skip_spikes, track_worst
 from stabmon.alarms.standard import standard_detectors
 from stabmon.metrics.jacobian import JacobianStats
 from stabmon.monitor import forward, tiers
+from stabmon.monitor.between import between_metrics
 from stabmon.monitor.readings import aggregate
 from stabmon.quantities import QUANTITIES, find, quantity_of, split_key, title_of
 from tests.stabmon import trees
@@ -42,11 +44,13 @@ def of_tree(tree, seen):
     stats = JacobianStats(layers, pairs, pairs, scalar, scalar, flag, layers, layers, flag)
     deltas = {50: tree, 200: tree}
     changes = tiers.delta_metrics(layout, tree, deltas)
+    seeing_grads = track_worst(of="grad").init(tree)
     return {
         **{f"delta{lag}": metrics for lag, metrics in changes.items()},
         "weights": tiers.weight_metrics(layout, tree),
         "router": forward.router_metrics(layout, tree, seen, 2, 0.01),
-        "symptoms": tiers.symptom_metrics(layout, tree, tree, tree, jnp.zeros(())),
+        "symptoms": tiers.symptom_metrics(layout, tree, tree, tree, jnp.zeros(()))
+        | between_metrics([skip_spikes(track_worst(loss=True)).init(tree), seeing_grads], 10),
         "jacobian": tiers.jacobian_metrics(stats),
         **forward.activation_tier(seen, 512, 0.5),
     }

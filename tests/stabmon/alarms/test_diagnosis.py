@@ -173,3 +173,12 @@ def test_the_quantities_that_speak_for_a_diagnosis_are_counted():
     several = [up(UPDATE, 500), down(DELTA2), up(RADIAL, 650)]
     assert diagnose(660, several).quantities == 2
     assert diagnose(620, [up(LOAD)]).event()["quantities"] == 1
+
+
+@pytest.mark.parametrize("alarms", [[down(DELTA2), down(QUERY)], [down(DELTA2)]])
+def test_what_was_never_measured_is_said(alarms):
+    found = diagnose(620, alarms, measured=[LOSS, DELTA2, QUERY])
+    assert "update size (needs updates=)" in found.evidence[-1]
+    assert "loss (needs" not in found.evidence[-1]
+    assert "Δ2 (needs" not in found.evidence[-1]
+    assert not any("never measured" in words for words in diagnose(620, alarms).evidence)
