@@ -29,7 +29,7 @@ import plotly.graph_objects as go
 import tyro
 from rich.console import Console
 
-from experiments.loop.faults import AttentionFault
+from experiments.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.arms import Arm, run_of

@@ -32,8 +32,8 @@ import plotly.graph_objects as go
 import tyro
 
 from experiments.campaign import ALARMS
+from experiments.faults import AttentionFault
 from experiments.loop.alarms import AlarmConfig
-from experiments.loop.faults import AttentionFault
 from experiments.support.arms import SMALL, run_of
 from experiments.support.continuing import continue_all
 from experiments.support.ending import Result, ended

@@ -31,8 +31,8 @@ from typing import Any
 import plotly.graph_objects as go
 import tyro
 
+from experiments.data import Corpus, load_corpus
 from experiments.loop.checkpoints import TrainState
-from experiments.loop.data import Corpus, load_corpus
 from experiments.support.arms import CLEAN
 from experiments.support.ending import Result, ended
 from experiments.support.figures import curves

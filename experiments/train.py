@@ -20,12 +20,11 @@ import tyro
 from jax.sharding import Mesh
 
 import stabmon
-from experiments.loop.ahead import compiling_ahead
+from experiments.data import Corpus, batches, load_corpus, windows
+from experiments.faults import AttentionFault, Disturbance, disturbed, scales
 from experiments.loop.alarms import AlarmConfig, keep_batches
 from experiments.loop.checkpoints import checkpoints
 from experiments.loop.cluster import join, together
-from experiments.loop.data import Corpus, batches, load_corpus, windows
-from experiments.loop.faults import AttentionFault, Disturbance, disturbed, scales
 from experiments.loop.losses import make_evaluation
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.placement import Placement, make_mesh, mesh_in_force, place_batch
@@ -35,6 +34,7 @@ from experiments.loop.sinks import Sink, open_sinks
 from experiments.loop.step import MonitorConfig, make_step
 from models.config import GPTConfig
 from stabmon.hosts import leads
+from stabmon.watch.ahead import compiling_ahead
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,12 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         delete=saved.delete if config.keep else None,
     )
     loss = jnp.nan
-    with watch, board, compiling_ahead(mesh) as ahead, interruptible() as stop:
+    with (
+        watch,
+        board,
+        compiling_ahead(lambda: mesh_in_force(mesh)) as ahead,
+        interruptible() as stop,
+    ):
         state = watch.resume(state)
         if config.fault is not None and config.armed:
             watch.journal.fault(**config.fault.journal())
@@ -188,10 +193,10 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
             tokens = disturbed(config.disturbances, data, step, shift, corpus.vocabulary)
             batch = place_batch(tokens, config.placement, mesh)
             factors = scales(config.disturbances, step)
-            ahead.wait(due)
+            step_fn.wait(ahead, due)
             state, readings, loss = step_fn(state, batch, armed, due=due, scales=factors)
             if step == begun:
-                ahead.start(step_fn, (state, batch, armed, factors), coming)
+                step_fn.compile_ahead(ahead, (state, batch, armed, factors), coming)
             done = step * config.batch * context
             watch.observe(step, readings, held_out=held_out, tokens=done)
             board.advance(watch.step)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.loop.data import Corpus, batches
+from experiments.data import Corpus, batches
 from models.config import GPTConfig
 from models.gpt import apply
 

@@ -8,7 +8,7 @@ import optax
 
 import optax_ext
 import stabmon
-from experiments.loop.faults import scale_by_argument
+from experiments.faults import scale_by_argument
 from stabmon.layout.paths import path_name
 
 

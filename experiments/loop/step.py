@@ -3,7 +3,7 @@
 The loop around it, with data, logging and checkpoints, is `train.py`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
@@ -14,8 +14,8 @@ import optax
 from jax.typing import ArrayLike
 
 import stabmon
+from experiments.faults import AttentionFault, Scales
 from experiments.loop.checkpoints import TrainState
-from experiments.loop.faults import AttentionFault, Scales
 from experiments.loop.losses import next_token_loss
 from experiments.loop.measuring import Due, divided, joined, make_measure, observe
 from experiments.loop.optimizer import OptimizerConfig, make_optimizer
@@ -23,6 +23,7 @@ from experiments.loop.placement import ALONE, Placement, make_mesh, state_shardi
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 from models.moe import auxiliary_loss
+from stabmon.watch.ahead import Ahead
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,23 @@ class Step:
         before = self.measure(state, tokens, due=beside) if beside else None
         state, readings, loss = self.train(state, tokens, armed, due=inside, scales=scales)
         return state, joined(before, readings), loss
+
+    def compile_ahead(self, ahead: Ahead, given: tuple, dues: Iterable[Due]) -> None:
+        """Compiles what steps with these `dues` need; `given`: state, tokens, armed and scales."""
+        *first, scales = given
+        for due in dues:
+            inside, beside = divided(due)
+            if beside:
+                ahead.start(("measure", beside), self.measure, tuple(first[:2]), {"due": beside})
+            if inside:
+                options = {"due": inside, "scales": scales}
+                ahead.start(("train", inside), self.train, tuple(first), options)
+
+    def wait(self, ahead: Ahead, due: Due) -> None:
+        """Returns once the programs of a step are compiled, or have failed to."""
+        inside, beside = divided(due)
+        ahead.wait(("measure", beside))
+        ahead.wait(("train", inside))
 
 
 @lru_cache(maxsize=8)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from math import nan
 from typing import Any
 
-from experiments.loop.faults import AttentionFault, Disturbance, Kind
+from experiments.faults import AttentionFault, Disturbance, Kind
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.train import Config as TrainConfig

@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from experiments.faults import AttentionFault
 from experiments.loop.alarms import AlarmConfig
-from experiments.loop.faults import AttentionFault
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support.arms import CLEAN, Arm

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.data import batches, load_corpus
+from experiments.faults import scales
 from experiments.loop.checkpoints import checkpoints
-from experiments.loop.data import batches, load_corpus
-from experiments.loop.faults import scales
 from experiments.loop.losses import make_evaluation
 from experiments.support.states import compiled
 from experiments.train import Config as TrainConfig

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
+from experiments.faults import AttentionFault
 from experiments.loop.alarms import AlarmConfig
-from experiments.loop.faults import AttentionFault
 from experiments.support.arms import ARMS, CLEAN, EXPERTS, SMALL, faults_of, run_of, truth_of
 from experiments.support.figures import curve
 from experiments.support.judging import alarm_events, first_outside, judge, replayed

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import mean
 from typing import Any
 
-from experiments.loop.faults import AttentionFault
+from experiments.faults import AttentionFault
 from experiments.loop.optimizer import MsignConfig, OptimizerConfig
 from experiments.support.recorded import Row
 from experiments.train import Config as TrainConfig

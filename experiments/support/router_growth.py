@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from experiments.loop.data import Corpus, batches
-from experiments.loop.faults import Disturbance, Scales, disturbed
+from experiments.data import Corpus, batches
+from experiments.faults import Disturbance, Scales, disturbed
 from experiments.support.recorded import Row
 from experiments.support.states import compiled, held_out_inputs
 from experiments.support.tables import grouped

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import stabmon
+from experiments.data import batches, load_corpus
 from experiments.loop.checkpoints import TrainState, checkpoints
-from experiments.loop.data import batches, load_corpus
 from experiments.loop.placement import ALONE
 from experiments.loop.step import make_step
 from experiments.train import Config as TrainConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from experiments.loop.data import load_corpus
+from experiments.data import load_corpus
 
 MIXES = ("code", "prose", "repeated prose", "half code, half repeated prose")
 REPEATED = 4_000

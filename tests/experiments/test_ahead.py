@@ -4,14 +4,14 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.loop.ahead import Ahead, compiling_ahead
 from experiments.loop.measuring import divided
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.placement import ALONE, Placement, make_mesh, mesh_in_force, place_batch
-from experiments.loop.step import MonitorConfig, make_step
+from experiments.loop.step import MonitorConfig, Step, make_step
 from experiments.train import Config, train
 from models.config import GPTConfig
 from stabmon.runs.run import load_run
+from stabmon.watch.ahead import compiling_ahead
 
 MODEL = GPTConfig(layers=1, model=24, heads=2, context=12)
 OPTIMIZER = OptimizerConfig(warmup=2, every=2, keep=2)
@@ -27,9 +27,9 @@ def compiled_at_the_step(caplog, placement, begin):
         init, step, _ = make_step(MODEL, OPTIMIZER, MONITOR, None, placement)
         tokens = place_batch(np.zeros((8, MODEL.context + 1), np.int32), placement, mesh)
         given = (init(0), tokens, np.float32(0), None)
-        with compiling_ahead(mesh) as ahead:
+        with compiling_ahead(lambda: mesh_in_force(mesh)) as ahead:
             begin(ahead, step, given)
-            ahead.wait(DUE)
+            step.wait(ahead, DUE)
         with jax.log_compiles(), caplog.at_level("WARNING"):
             _, readings, _ = step(*given[:3], due=DUE)
     assert readings is not None
@@ -41,7 +41,7 @@ def compiled_at_the_step(caplog, placement, begin):
     "placement", [ALONE, pytest.param(Placement("mixed", 2), marks=pytest.mark.slow)]
 )
 def test_what_is_compiled_ahead_is_not_compiled_again(caplog, placement):
-    start = lambda ahead, step, given: ahead.start(step, given, [(), DUE])
+    start = lambda ahead, step, given: step.compile_ahead(ahead, given, [(), DUE])
     assert compiled_at_the_step(caplog, placement, start) == set()
 
 
@@ -51,21 +51,20 @@ def test_what_is_not_compiled_ahead_is_compiled_when_needed(caplog):
 
 
 def test_a_failure_in_the_background_is_left_to_the_step(caplog):
-    wrong = lambda ahead, step, given: ahead.start(step, (*given[:3], "scales"), [DUE])
-    with pytest.raises(AttributeError):
-        compiled_at_the_step(caplog, ALONE, wrong)
-    unfit = lambda ahead, step, given: ahead.start(step, (given[0], given[2], *given[2:]), [DUE])
+    unfit = lambda ahead, step, given: step.compile_ahead(
+        ahead, (given[0], given[2], *given[2:]), [DUE]
+    )
     assert compiled_at_the_step(caplog, ALONE, unfit) == {"train", "measure"}
 
 
 def test_the_first_step_of_a_run_is_not_sampled_and_waits_for_nothing(tmp_path, monkeypatch):
-    begun, start = [], Ahead.start
+    begun, start = [], Step.compile_ahead
 
-    def noted(self, step, arguments, dues):
-        begun.append(int(arguments[0].step))
-        start(self, step, arguments, dues)
+    def noted(self, ahead, given, dues):
+        begun.append(int(given[0].step))
+        start(self, ahead, given, dues)
 
-    monkeypatch.setattr(Ahead, "start", noted)
+    monkeypatch.setattr(Step, "compile_ahead", noted)
     settings = Config(
         runs=tmp_path,
         steps=9,

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from experiments.campaign import BASE, CASES, Config, figure, headline, main, plan, tables
+from experiments.faults import Disturbance, Scales, disturbed, scales
 from experiments.loop.alarms import AlarmConfig
-from experiments.loop.faults import Disturbance, Scales, disturbed, scales
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support import recorded

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from experiments.loop.data import Corpus, batches, load_corpus, windows
+from experiments.data import Corpus, batches, load_corpus, windows
 
 COUNTING = Corpus("counting", np.arange(2000, dtype=np.uint16), 2000)
 
@@ -61,7 +61,7 @@ def test_batches_depend_on_seed_and_step_alone():
 
 def test_another_process_reads_the_same_batches():
     program = (
-        "import zlib; from experiments.loop.data import batches, load_corpus;"
+        "import zlib; from experiments.data import batches, load_corpus;"
         "data = batches(load_corpus(limit=20_000), seed=5, batch=4, context=32);"
         "print(zlib.crc32(b''.join(data[step].tobytes() for step in (0, 9, 5000))))"
     )

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.loop.faults import AttentionFault, low_precision
+from experiments.faults import AttentionFault, low_precision
 from models.config import GPTConfig
 from models.gpt import apply, init_params
 

@@ -5,9 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
+from experiments.data import load_corpus
 from experiments.grades import BASE, Config, headline, main, tables, train_config
 from experiments.loop.alarms import AlarmConfig
-from experiments.loop.data import load_corpus
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.step import MonitorConfig
 from experiments.support import recorded

@@ -7,7 +7,7 @@ import pytest
 
 from experiments import combined_fault
 from experiments.combined_fault import right, signs
-from experiments.loop.data import load_corpus
+from experiments.data import load_corpus
 from experiments.router_fault import Config, claims, headline, main, tables
 from experiments.support import recorded
 from experiments.support.arms import ARMS, faults_of

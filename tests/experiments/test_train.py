@@ -15,8 +15,8 @@ import jax
 import numpy as np
 import pytest
 
+from experiments.faults import AttentionFault
 from experiments.loop.checkpoints import checkpoints
-from experiments.loop.faults import AttentionFault
 from experiments.loop.measuring import divided
 from experiments.loop.optimizer import MsignConfig, OptimizerConfig
 from experiments.loop.step import MonitorConfig, make_step
