@@ -21,7 +21,7 @@ from stabmon.monitor.readings import Readings
 from stabmon.monitor.sampling import Inputs, sample
 from stabmon.quantities import Quantity
 
-TIERS = ("router", "delta", "activations", "weights", "jacobian", "symptoms")
+TIERS = ("router", "delta", "activations", "weights", "jacobian", "symptoms", "contracts")
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Monitor:
         weights: Of norms and stable ranks of the weights themselves.
         jacobian: Of the layers' Jacobians; off by default, since it takes many products.
         symptoms: Of norms of gradients, updates, parameters and the loss.
+        contracts: Of what must hold exactly: a few numbers a leaf, for `stabmon.contracts`.
         lags: Which lags of the ring to measure; None: the longest, which sees most, and with
             detail="full" the shortest too, which gives the lag exponent.
         detail: "brief" (at most 80 keys, whatever the depth) or "full" (all, by layer).
@@ -63,7 +64,7 @@ class Monitor:
     >>> monitor = stabmon.Monitor(stabmon.find_layout(params), delta=5)
     >>> readings = monitor(jnp.int32(5), params, tx.init(params))
     >>> sorted(readings.valid)
-    ['delta10', 'symptoms', 'weights']
+    ['contracts', 'delta10', 'symptoms', 'weights']
     """
 
     layout: Layout
@@ -73,6 +74,7 @@ class Monitor:
     weights: int = 500
     jacobian: int = 0
     symptoms: int = 10
+    contracts: int = 50
     lags: tuple[int, ...] | None = None
     detail: str = "brief"
     include: str | None = None
@@ -109,6 +111,7 @@ class Monitor:
         grads: PyTree | None = None,
         updates: PyTree | None = None,
         loss: ArrayLike | None = None,
+        batch: PyTree | None = None,
         jacobian: Callable[[], JacobianStats] | None = None,
         due: Collection[str] | None = None,
     ) -> Readings:
@@ -132,9 +135,10 @@ class Monitor:
                 "tokens" (B, T), by which padding without a mask is noticed. Or a list of such
                 dicts, one a layer; or what a module captured, as `collect_intermediates` takes it;
                 or a function without arguments that computes it, called only where it is due.
-            grads: Gradients of the parameters or of some of them, for the symptoms.
-            updates: The optimizer's updates, for the symptoms.
-            loss: Scalar loss, for the symptoms.
+            grads: Gradients of the parameters or of some of them, for symptoms and contracts.
+            updates: The optimizer's updates, for symptoms and contracts.
+            loss: Scalar loss, for symptoms and contracts.
+            batch: What the step trains on, sequences on the first axis; for contracts.
             jacobian: Function without arguments for the Jacobian tier, such as
                 `lambda: jacobian_alignment(layers, h)`; called only where it is due.
             due: Names of the tiers to measure, known outside of jit. None: all, each under a
@@ -149,9 +153,8 @@ class Monitor:
             raise ValueError(f"due: no tiers {sorted(unknown)}; some of {[*self.cadences]}")
         for name, tree in (("grads", grads), ("updates", updates)):
             check_like_params(name, tree, params)
-        inputs = Inputs(
-            jnp.asarray(step), params, opt_state, intermediates, jacobian, grads, updates, loss
-        )
+        trees = (params, opt_state, intermediates, jacobian, grads, updates, loss, batch)
+        inputs = Inputs(jnp.asarray(step), *trees)
         if jax.sharding.AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
             return sample(self, inputs, due)
         # On a mesh with explicit axes decompositions of sharded matrices are refused, so the

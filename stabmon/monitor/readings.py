@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from stabmon.contracts import Form
 from stabmon.linalg.mesh import replicated
 from stabmon.quantities import FIRST_NONFINITE, Quantity, find, unmeasured
 
@@ -34,6 +35,7 @@ class Readings:
             by `due`; −1 elsewhere.
         keys: Per monitor, the keys of that vector; static.
         leaf_names: Paths of the parameters; static.
+        form: What the numbers of the monitor "contracts" are, which has no keys; static.
 
     The fields are annotated loosely: JAX rebuilds the tree around shapes and placeholders too.
     """
@@ -44,6 +46,7 @@ class Readings:
     ring_step: Any = -1
     keys: tuple[tuple[str, tuple[str, ...]], ...] = field(default=(), metadata={"static": True})
     leaf_names: tuple[str, ...] = field(default=(), metadata={"static": True})
+    form: Form = field(default=Form(), metadata={"static": True})
 
     def flatten(self) -> dict[str, float]:
         """Values of the valid monitors by key, on the host; blocks until the device has them.
@@ -68,6 +71,7 @@ class Readings:
             ring_step=jnp.maximum(self.ring_step, other.ring_step),
             keys=tuple((dict(self.keys) | dict(other.keys)).items()),
             leaf_names=other.leaf_names or self.leaf_names,
+            form=other.form if other.form.blocks else self.form,
         )
 
     @property

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jaxtyping import Array, Bool, PyTree
 
+from stabmon.contracts import Form
 from stabmon.layout import leaves_with_paths
 from stabmon.monitor import forward, tiers
 from stabmon.monitor.between import between_metrics
+from stabmon.monitor.exact import sample_contracts
 from stabmon.monitor.intermediates import Intermediates, read_intermediates
 from stabmon.monitor.readings import Readings, aggregate
 from stabmon.monitor.snapshots import TrackDeltaState, find_state, read_delta
@@ -36,6 +38,7 @@ class Inputs(NamedTuple):
     grads: PyTree | None
     updates: PyTree | None
     loss: Any
+    batch: PyTree | None = None
 
 
 def sample(monitor: "Monitor", inputs: Inputs, due: Collection[str] | None) -> Readings:
@@ -47,6 +50,8 @@ def sample(monitor: "Monitor", inputs: Inputs, due: Collection[str] | None) -> R
     get = lambda: read_intermediates(given(), places) if callable(given) else known
     wanted = [name for name in monitor.cadences if due is None or name in due]
     wanted = [name for name in wanted if monitor.cadences[name]]
+    exact = sample_contracts(monitor, inputs, get, due)
+    wanted = [name for name in wanted if name != "contracts"]
     ring = find_state(inputs.opt_state) if "delta" in wanted else None
     if due is not None and ring is not None:
         _check_count(inputs.step, ring)
@@ -77,11 +82,14 @@ def sample(monitor: "Monitor", inputs: Inputs, due: Collection[str] | None) -> R
             keys[name], valid[name] = names[name], hits[name] & counts
             missing = jnp.zeros_like(packed[name])
             values[name] = jnp.where(valid[name], packed[name], missing)
-    if not values and due is None:
+    if not values and wanted and due is None:
         raise ValueError(
             f"the monitor would measure nothing: cadences {monitor.cadences}, "
             f"include={monitor.include!r}, exclude={monitor.exclude!r}, detail={monitor.detail!r}"
         )
+    form = Form()
+    if exact is not None:
+        valid["contracts"], values["contracts"], form = exact
     return Readings(
         step=inputs.step.astype(jnp.int32),
         valid=valid,
@@ -89,6 +97,7 @@ def sample(monitor: "Monitor", inputs: Inputs, due: Collection[str] | None) -> R
         ring_step=jnp.full((), -1, jnp.int32) if ring is None or due is None else ring.delta_step,
         keys=tuple(keys.items()),
         leaf_names=tuple(path for path, _ in leaves_with_paths(inputs.params)),
+        form=form,
     )
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 
+from stabmon.quantities.contracts import contracts
 from stabmon.quantities.matrices import PLACE, spectra, weights
 from stabmon.quantities.quantity import Judged, Quantity, split_key
 from stabmon.quantities.scalars import scalars
@@ -146,7 +147,8 @@ def _jacobian() -> Iterator[Quantity]:
     yield Quantity("jacobian", "converged", title, "none", "down", brief=("value",))
 
 
-QUANTITIES = (*scalars(), *spectra(), *_attention(), *weights(), *_router(), *_jacobian())
+_TIERS = (*spectra(), *_attention(), *weights(), *_router(), *_jacobian())
+QUANTITIES = (*scalars(), *_TIERS, *contracts())
 _BY_NAME = {quantity.name: quantity for quantity in QUANTITIES}
 
 

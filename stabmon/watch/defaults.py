@@ -1,8 +1,14 @@
 """What `Watch` builds where it is not given: the monitor and the watcher that suit a layout."""
 
+import re
+
+from jaxtyping import PyTree
+
 from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.standard import standard_detectors
+from stabmon.contracts import Contracts
 from stabmon.layout import Layout
+from stabmon.layout.paths import parameters
 from stabmon.monitor import Monitor
 from stabmon.recovery.ladder import Policy
 from stabmon.recovery.ledger import CheckpointLedger
@@ -27,3 +33,23 @@ def default_watcher(
     if detectors is None:
         detectors = standard_detectors(warmup, window, qk_norm=layout.qk_norm)
     return Watcher(detectors, Recovery(policy, CheckpointLedger() if ledger is None else ledger))
+
+
+def declared(params: PyTree, frozen: str | None) -> Contracts:
+    """Returns the contracts of a run, with the leaves that must not move.
+
+    Args:
+        params: Parameters, real or abstract.
+        frozen: Regular expression of their paths, None without any.
+
+    Raises:
+        ValueError: It matches no leaf.
+    """
+    if frozen is None:
+        return Contracts()
+    paths = [path for path, _ in parameters(params)]
+    found = {path for path in paths if re.search(frozen, path)}
+    if not found:
+        some = ", ".join(paths[:12])
+        raise ValueError(f"frozen: {frozen!r} matches none of {len(paths)} leaves: {some}")
+    return Contracts.declared(found.__contains__)

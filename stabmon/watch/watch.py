@@ -27,7 +27,7 @@ from stabmon.recovery.ladder import EXIT_UNRECOVERED, Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.runs.runlog import RunLog
 from stabmon.watch import termination
-from stabmon.watch.defaults import default_monitor, default_watcher
+from stabmon.watch.defaults import declared, default_monitor, default_watcher
 from stabmon.watch.journal import Journal, OnEvents, OnIncident
 from stabmon.watch.recovering import Recovering
 from stabmon.watch.schedule import Schedule, warmup_of
@@ -73,6 +73,7 @@ class Watch(Recovering):
         window: int = 200,
         detectors: DetectorSet | None = None,
         resume: bool = True,
+        frozen: str | None = None,
         sinks: Sequence[Writer] = (),
         on_incident: Sequence[OnIncident] = (),
         on_events: Sequence[OnEvents] = (),
@@ -98,6 +99,8 @@ class Watch(Recovering):
             window: Steps of the healthy window after it.
             detectors: What raises alarms; None: `standard_detectors` with this warm-up and window.
             resume: Whether a folder that holds a run already is gone on with, or refused.
+            frozen: Regular expression of the paths of leaves that must not move, besides those that
+                the optimizer leaves alone.
             sinks: Where samples go besides: TensorBoard, W&B, Prometheus, or your own `Writer`.
             on_incident: Called with (change, incident), on the first process.
             on_events: Called with what a sample led to, on every process.
@@ -128,7 +131,8 @@ class Watch(Recovering):
         agree("the configuration", dict(config or {}))
         log = RunLog.open(self.folder, dict(config or {}), resume=resume) if leads() else None
         sinks = tuple(sinks) if leads() else ()
-        self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_events)
+        told = (on_incident, on_events, declared(params, frozen))
+        self.journal = Journal(log, sinks, self.watcher, schedule, *told)
         self.recovery = CarryingOut(
             self.folder, self.watcher, save, restore, change, self.journal.rewind, delete
         )
@@ -183,7 +187,7 @@ class Watch(Recovering):
             intermediates: What left the forward pass; see `Monitor`.
             due: From `watch.due(step)`, static; None inside a jitted step: each tier under a
                 conditional.
-            **seen: `grads`, `updates`, `loss`, `jacobian`, as of `Monitor`.
+            **seen: `grads`, `updates`, `loss`, `batch`, `jacobian`, as of `Monitor`.
         """
         if _is_traced(step, params, opt_state):
             return self.monitor(step, params, opt_state, intermediates, due=due, **seen)

@@ -22,7 +22,8 @@ def draw(seed):
 
 
 LAYOUT = stabmon.find_layout(draw(0))
-MONITOR = stabmon.Monitor(LAYOUT, delta=EVERY, symptoms=2, weights=0, router=0, activations=0)
+OFF = dict.fromkeys(("weights", "router", "activations", "contracts"), 0)
+MONITOR = stabmon.Monitor(LAYOUT, delta=EVERY, symptoms=2, **OFF)
 
 
 def chain(rate=1e-2):
