@@ -101,7 +101,7 @@ class Contracts:
         numbers, unequal = _copies(row, form)
         now = Sample(step, form, form.unpack(numbers), rate, unequal, rate_before)
         before = self._before if self._before and self._before.step < step else None
-        self._note(now)
+        self._note(now, before)
         values, verdicts = {}, []
         for contract in CONTRACTS.values():
             found = contract.rule(now, before, self.known)
@@ -155,13 +155,20 @@ class Contracts:
                 )
         return verdicts
 
-    def _note(self, now: Sample) -> None:
+    def _note(self, now: Sample, before: Sample | None) -> None:
         """Take down what rules read of several samples."""
         gradient = sum(float(x.sum()) for x in now.all("gradient").values())
         sizes = {path: float(np.mean(x)) for path, x in now.all("size").items()}
         self.known.past = [*self.known.past, (now.step, gradient, now.rate, sizes)][-_PAST:]
         if not self.known.types:
             self.known.types = losses.types_of(now)
+        copies = {name for name, _ in now.values if name.startswith("copy of ")}
+        if before is not None and self.known.masters is None and copies:
+            self.known.masters = {
+                name.removeprefix("copy of ")
+                for name in copies
+                if all((x == 1).all() for s in (before, now) for x in s.all(name).values())
+            }
 
     def _learn(self, now: Sample, before: Sample | None) -> None:
         """Learn from a sample what later ones are held to."""
@@ -174,13 +181,6 @@ class Contracts:
             self._count(kind, now, before, f"bits of {kind}")
         for path in now.all("count"):
             self._count(path, now, before, "count", path)
-        copies = {name for name, _ in now.values if name.startswith("copy of ")}
-        if before is not None and known.masters is None and copies:
-            known.masters = {
-                name.removeprefix("copy of ")
-                for name in copies
-                if all((x == 1).all() for s in (before, now) for x in s.all(name).values())
-            }
         self._learn_ties(now, before)
 
     def _count(
