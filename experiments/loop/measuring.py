@@ -3,7 +3,7 @@
 Spectra, activations and router need parameters, snapshots and a small forward pass, nothing that
 only exists within the step. Compiled apart from it they cost a fraction of what a second training
 step costs to compile, however they are combined. Gradients and updates exist within the step alone,
-so the symptoms are measured there (`step.py`).
+so symptoms and contracts are measured there (`step.py`).
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from models.config import GPTConfig
 from models.gpt import apply
 
 Due = tuple[str, ...] | None
-INSIDE = ("symptoms",)
+INSIDE = ("symptoms", "contracts")
 
 
 def divided(due: Due) -> tuple[Due, tuple[str, ...]]:

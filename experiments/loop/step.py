@@ -115,6 +115,7 @@ def make_step(
         activations=monitor.activations,
         weights=monitor.weights,
         symptoms=monitor.symptoms,
+        contracts=monitor.symptoms,  # together, so that the step is compiled twice only
         lags=monitor.lags,
         detail=monitor.detail,
         top_k=model.top_k,
@@ -166,6 +167,7 @@ def make_step(
                 grads=grads,
                 updates=updates,
                 loss=loss,
+                batch=tokens,
                 due=due,
             )
         params = optax.apply_updates(state.params, updates)

@@ -4,7 +4,7 @@ What lives here: unpacking, copies on several devices, what is learned, streaks.
 is asked, one file for each subject; where verdicts are written (`watch`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,12 @@ import numpy as np
 from stabmon.contracts import answers, counts, losses, moves, replicas
 from stabmon.contracts.contract import CONTRACTS, Contract, Known, Sample
 from stabmon.contracts.digest import Form
+from stabmon.contracts.memory import (
+    packed_known,
+    packed_sample,
+    unpacked_known,
+    unpacked_sample,
+)
 
 SUBJECTS = (moves, answers, counts, replicas, losses)
 _PAST = 12
@@ -70,6 +76,7 @@ class Contracts:
     broken: dict[str, dict[str, int]] = field(default_factory=dict)
     asked: set[str] = field(default_factory=set)
     _before: Sample | None = None
+    _kept: Any = None
     _streaks: dict[tuple[str, str], list[int]] = field(default_factory=dict)
 
     @classmethod
@@ -99,6 +106,8 @@ class Contracts:
             rate_before: And for the one before.
         """
         numbers, unequal = _copies(row, form)
+        if self._kept is not None:
+            self._before, self._kept = unpacked_sample(self._kept, form), None
         now = Sample(step, form, form.unpack(numbers), rate, unequal, rate_before)
         before = self._before if self._before and self._before.step < step else None
         self._note(now, before)
@@ -127,10 +136,28 @@ class Contracts:
 
     def begin_again(self) -> None:
         """Hears that a new attempt begins: nothing is compared across it."""
-        self._before = None
+        self._before = self._kept = None
         self._streaks.clear()
         self.known.past.clear()
         self.known.held_out.clear()
+
+    def state(self) -> dict[str, Any]:
+        """What has been learned, as JSON can hold it."""
+        return {
+            "before": self._kept or packed_sample(self._before),
+            "known": packed_known(self.known),
+            "streaks": [[*key, *value] for key, value in self._streaks.items()],
+            "broken": self.broken,
+            "asked": sorted(self.asked),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a `state`."""
+        self._before, self._kept = None, state["before"]
+        unpacked_known(self.known, state["known"])
+        self._streaks = {(a, b): [int(c), int(d)] for a, b, c, d in state["streaks"]}
+        self.broken = {name: dict(leaves) for name, leaves in state["broken"].items()}
+        self.asked = set(state["asked"])
 
     @property
     def holding(self) -> list[str]:

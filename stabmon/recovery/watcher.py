@@ -13,6 +13,7 @@ from stabmon.alarms.detectors.base import Alarm
 from stabmon.alarms.diagnosis import Diagnosis
 from stabmon.alarms.incidents import Change, Incident, Incidents
 from stabmon.alarms.signatures import Fault
+from stabmon.contracts import Contracts
 from stabmon.recovery.ladder import Action
 from stabmon.recovery.recovery import Recovery
 
@@ -55,6 +56,7 @@ class Watcher:
         detectors: The detectors.
         recovery: The ladder.
         incidents: What happened, grouped.
+        contracts: What must hold exactly.
         named: The diagnosis that was said last.
 
     >>> from stabmon.alarms.standard import standard_detectors
@@ -67,6 +69,7 @@ class Watcher:
     detectors: DetectorSet
     recovery: Recovery
     incidents: Incidents = field(default_factory=Incidents)
+    contracts: Contracts = field(default_factory=Contracts)
     named: Fault = Fault.UNKNOWN
 
     def observe(self, step: int, values: Mapping[str, float]) -> Seen:
@@ -93,6 +96,7 @@ class Watcher:
         """Forget what is under way, the run has gone back; `incidents` were counted so far."""
         self.named = Fault.UNKNOWN
         self.incidents.current, self.incidents.count = None, incidents
+        self.contracts.begin_again()
 
     def state(self) -> dict[str, Any]:
         """All that has been learned, as JSON can hold it."""
@@ -100,6 +104,7 @@ class Watcher:
             "detectors": self.detectors.state(),
             "recovery": self.recovery.state(),
             "incidents": self.incidents.state(),
+            "contracts": self.contracts.state(),
             "named": self.named.value,
         }
 
@@ -108,4 +113,5 @@ class Watcher:
         self.detectors.restore(state["detectors"])
         self.recovery.restore(state["recovery"])
         self.incidents.restore(state["incidents"])
+        self.contracts.restore(state["contracts"])
         self.named = Fault(state["named"])

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import jax
 
 from stabmon.alarms.incidents import Change, Incident
-from stabmon.contracts import Contracts
 from stabmon.hosts import agree
 from stabmon.monitor import Readings
 from stabmon.output.sinks.fanout import Fanout
@@ -59,7 +58,6 @@ class Journal:
     Attributes:
         watcher: Detectors, incidents and ladder.
         loss: The newest loss that was written, NaN before.
-        contracts: What must hold exactly.
     """
 
     def __init__(
@@ -70,10 +68,9 @@ class Journal:
         schedule: Schedule,
         on_incident: Sequence[OnIncident],
         on_events: Sequence[OnEvents],
-        contracts: Contracts,
     ) -> None:
         """Nothing is written before the first sample; `log` is None but on the first process."""
-        self.watcher, self.contracts, self.loss = watcher, contracts, math.nan
+        self.watcher, self.loss = watcher, math.nan
         self._log, self._sinks, self._schedule = log, Fanout(sinks), schedule
         self._on_incident, self._on_events = on_incident, on_events
         self._waiting: deque[Sample] = deque()
@@ -122,7 +119,6 @@ class Journal:
     def drop(self) -> None:
         """Forgets what waits: the run goes back to an earlier step."""
         self._waiting.clear()
-        self.contracts.begin_again()
 
     def event(self, kind: str, step: int, **fields: Any) -> None:
         """Writes what happened."""
@@ -180,12 +176,12 @@ class Journal:
     ) -> dict[str, float]:
         """What contracts say of a sample: how many leaves break each; verdicts are written."""
         if HELD_OUT in values:
-            self.contracts.held_out(step, values[HELD_OUT])
+            self.watcher.contracts.held_out(step, values[HELD_OUT])
         if readings is None or not bool(readings.valid.get("contracts", False)):
             return {}
         rates = rate_at(self._schedule, step), rate_at(self._schedule, max(step - 1, 0))
         row = readings.values["contracts"]
-        counts, verdicts = self.contracts.observe(step, row, readings.form, *rates)
+        counts, verdicts = self.watcher.contracts.observe(step, row, readings.form, *rates)
         for verdict in verdicts:
             self.event("contract", **verdict.event())
         return counts

@@ -128,11 +128,11 @@ class Watch(Recovering):
         warmup = warmup_of(schedule) if warmup is None else warmup
         policy = replace(Policy() if policy is None else policy, act=act)
         self.watcher = default_watcher(self.layout, warmup, window, detectors, policy, ledger)
+        self.watcher.contracts = declared(params, frozen)
         agree("the configuration", dict(config or {}))
         log = RunLog.open(self.folder, dict(config or {}), resume=resume) if leads() else None
         sinks = tuple(sinks) if leads() else ()
-        told = (on_incident, on_events, declared(params, frozen))
-        self.journal = Journal(log, sinks, self.watcher, schedule, *told)
+        self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_events)
         self.recovery = CarryingOut(
             self.folder, self.watcher, save, restore, change, self.journal.rewind, delete
         )

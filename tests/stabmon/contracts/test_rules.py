@@ -1,5 +1,6 @@
 """Each contract holds in a healthy run and is broken by the fault that it is for."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -231,3 +232,15 @@ def test_two_evaluations_of_one_step_are_equal():
 
 def test_every_contract_says_where_such_a_fault_was_published():
     assert [x.name for x in CONTRACTS.values() if not x.source] == []
+
+
+def test_a_resumed_judge_says_what_an_uninterrupted_one_says():
+    fault, *_ = FAULTS["gradients"]
+    whole = Contracts()
+    expected = run(whole, fault, steps=range(0, 100, 10))
+    first, second = Contracts(), Contracts()
+    said = run(first, fault, steps=range(0, 50, 10))
+    second.restore(json.loads(json.dumps(first.state())))
+    said += run(second, fault, steps=range(50, 100, 10))
+    assert said == expected != []
+    assert second.state() == whole.state()
