@@ -123,7 +123,8 @@ def _for_correlation(
     count = jnp.minimum(jnp.sum(mask, dtype=jnp.int32), rows)
     total = jnp.sum(streams, axis=(1, 2), keepdims=True)
     mean = total / jnp.maximum(count * width, 1).astype(streams.dtype)
-    return jnp.where((jnp.arange(rows) < count)[None, :, None], streams, mean)
+    there = jnp.arange(rows, dtype=count.dtype) < count
+    return jnp.where(there[None, :, None], streams, mean)
 
 
 def segment_metrics(
