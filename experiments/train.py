@@ -28,7 +28,7 @@ from experiments.loop.cluster import join, together
 from experiments.loop.losses import make_evaluation
 from experiments.loop.optimizer import OptimizerConfig
 from experiments.loop.placement import Placement, make_mesh, mesh_in_force, place_batch
-from experiments.loop.progress import Board
+from experiments.loop.progress import ProgressLine
 from experiments.loop.session import identity, interruptible
 from experiments.loop.sinks import Sink, open_sinks
 from experiments.loop.step import MonitorConfig, make_step
@@ -145,7 +145,8 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
     )
     state = init(config.seed)
     saved = checkpoints(folder, state)
-    board = Board(config.name, config.steps, config.batch * context, config.quiet or not leads())
+    quiet = config.quiet or not leads()
+    line = ProgressLine(config.name, config.steps, config.batch * context, quiet)
     order = windows(corpus, seed=config.seed, batch=config.batch, context=context)
     warmup, judged = config.optimizer.warmup, config.act or config.alarms.on
     watch = stabmon.Watch(
@@ -155,8 +156,8 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         monitor=monitor,
         detectors=config.alarms.detectors(judged, warmup, config.reference, config.model.qk_norm),
         resume=config.resume,
-        sinks=(*open_sinks(config.sinks, folder, identity(config)), board),
-        on_events=[board.hear, keep_batches(folder, order, lambda: watch.recovery.data_shift)],
+        sinks=(*open_sinks(config.sinks, folder, identity(config)), line),
+        on_events=[line.hear, keep_batches(folder, order, lambda: watch.recovery.data_shift)],
         act=config.act,
         policy=config.alarms.policy(),
         ledger=config.alarms.ledger(config.keep),
@@ -167,7 +168,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
     loss = jnp.nan
     with (
         watch,
-        board,
+        line,
         compiling_ahead(lambda: mesh_in_force(mesh)) as ahead,
         interruptible() as stop,
     ):
@@ -199,7 +200,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
                 step_fn.compile_ahead(ahead, (state, batch, armed, factors), coming)
             done = step * config.batch * context
             watch.observe(step, readings, held_out=held_out, tokens=done)
-            board.advance(watch.step)
+            line.advance(watch.step)
             if config.checkpoint_every and watch.step % config.checkpoint_every == 0:
                 watch.checkpoint(state)
         watch.checkpoint(state)

@@ -10,7 +10,7 @@ from stabmon.quantities import LOSS
 from stabmon.recovery.watcher import Seen
 
 
-class Board:
+class ProgressLine:
     """A progress bar with step time, tokens/s, and loss and grade of the last sample.
 
     A context; `quiet` shows nothing at all.
@@ -32,7 +32,7 @@ class Board:
         self._speed = ""
         self._sample = ""
 
-    def __enter__(self) -> "Board":
+    def __enter__(self) -> "ProgressLine":
         self._progress.start()
         return self
 

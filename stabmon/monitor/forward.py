@@ -57,25 +57,16 @@ def activation_tier(
 
 
 def repeated_tokens(intermediates: Mapping[str, Array]) -> Metrics:
-    """How much of a batch without a mask may be padding, in [0, 1]; nothing where a mask is given.
+    """The share of the most frequent token id, in [0, 1]: padding, where it is most of a batch.
 
-    With token ids the share of the most frequent one. Else the share of tokens that the first layer
-    leaves nearly where it left the token before (cosine above 0.99).
+    Nothing where a mask is given, or no token ids: how alike activations are does not tell it,
+    since a young model's tokens are alike.
     """
-    if "mask" in intermediates:
+    if "mask" in intermediates or "tokens" not in intermediates:
         return {}
-    if "tokens" in intermediates:
-        ids = jnp.sort(intermediates["tokens"].reshape(-1))
-        last = jnp.searchsorted(ids, ids, side="right") - jnp.searchsorted(ids, ids, side="left")
-        return {"repeated_tokens": (jnp.max(last) / ids.size).astype(jnp.float32)}
-    names = ("residual", "router_logits", "router_probabilities")
-    x = next(intermediates[name] for name in names if name in intermediates)[0]
-    if x.shape[-2] < 2:
-        return {}
-    x = x.astype(jnp.float32)
-    unit = x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-30)
-    cosine = jnp.sum(unit[..., 1:, :] * unit[..., :-1, :], axis=-1)
-    return {"repeated_tokens": jnp.mean((cosine > 0.99).astype(jnp.float32))}
+    ids = jnp.sort(intermediates["tokens"].reshape(-1))
+    last = jnp.searchsorted(ids, ids, side="right") - jnp.searchsorted(ids, ids, side="left")
+    return {"repeated_tokens": (jnp.max(last) / ids.size).astype(jnp.float32)}
 
 
 def _streams(

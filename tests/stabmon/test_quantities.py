@@ -32,6 +32,7 @@ def intermediates():
             ("attention_entropy", "max_attention_logit", "sink_mass", "repeated_maximum"), heads
         ),
         "residual": jnp.zeros((LAYERS, BATCH, CONTEXT, WIDTH)),
+        "tokens": jnp.zeros((BATCH, CONTEXT), jnp.int32),
         "router_logits": jnp.zeros((LAYERS, BATCH, CONTEXT, EXPERTS)),
         "dropped": jnp.zeros(LAYERS),
         "router_lm_gradient": jnp.zeros((LAYERS, EXPERTS)),

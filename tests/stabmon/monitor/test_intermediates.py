@@ -139,10 +139,7 @@ def test_padding_without_a_mask_is_noticed():
     tokens = jnp.asarray([[5, 7, 0, 0, 0, 0], [1, 2, 3, 0, 0, 0]])
     got = measure({"residual": draw(L, B, T, D), "tokens": tokens})
     assert got["activations/global/repeated_tokens/value"] == pytest.approx(7 / 12)
-    padded = draw(L, B, T, D).at[:, :, 3:].set(1.0)
-    got = measure({"residual": padded, "router_logits": padded[..., :E]})
-    assert got["activations/global/repeated_tokens/value"] == pytest.approx(2 / 5)
-    assert measure({"residual": draw(L, B, T, D)})["activations/global/repeated_tokens/value"] == 0
+    assert not any("repeated" in key for key in measure({"residual": draw(L, B, T, D)}))
 
 
 def test_a_list_of_layers_is_stacked():
