@@ -121,6 +121,8 @@ class Contracts:
             values[contract.key] = float(len(self.broken.get(contract.name, ())))
         self._learn(now, before)
         self._before = now
+        if lost := self.broken.get("restore"):
+            values["contracts/global/restore/value"] = float(len(lost))
         return values, verdicts
 
     def held_out(self, step: int, loss: float) -> None:
@@ -133,6 +135,15 @@ class Contracts:
         self.known.held_out.setdefault(step, []).append(loss)
         for old in sorted(self.known.held_out)[:-4]:
             del self.known.held_out[old]
+
+    def restored(self, step: int, broken: Mapping[str, str]) -> None:
+        """Takes what a restore audit found.
+
+        Args:
+            step: The step that was restored.
+            broken: The leaves that are not what was saved.
+        """
+        self.broken["restore"] = dict.fromkeys(broken, step)
 
     def begin_again(self) -> None:
         """Hears that a new attempt begins: nothing is compared across it."""

@@ -24,6 +24,7 @@ TITLES = {
     "ties": "tied leaves are equal",
     "first_loss": "the first loss is that of a model that knows nothing",
     "types": "dtypes are those of the start",
+    "restore": "what is restored is what was saved",
     "evaluation": "two evaluations of one batch are equal",
 }
 

@@ -14,6 +14,7 @@ from stabmon.recovery.carrying_out import CarryingOut
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
 from stabmon.recovery.watcher import Watcher
 from stabmon.watch.journal import Journal
+from stabmon.watch.restores import Restores
 
 EXIT_LOST = 74
 _LOGGER = logging.getLogger("stabmon")
@@ -27,12 +28,14 @@ class Recovering:
         watcher: Detectors and ladder.
         recovery: Carries out what the ladder asks for.
         journal: Writes the samples.
+        restores: Compares what is loaded with what was saved.
     """
 
     step: int
     watcher: Watcher
     recovery: CarryingOut
     journal: Journal
+    restores: Restores
     _act: bool
 
     def flush(self) -> None:
@@ -93,6 +96,7 @@ class Recovering:
         self.flush()
         if not self.recovery.rolling_back:
             self.recovery.checkpoint(self.step, state, self.journal.loss)
+            self.restores.keep(self.step, state)
 
     @property
     def data_step(self) -> int:

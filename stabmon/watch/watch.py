@@ -30,6 +30,7 @@ from stabmon.watch import termination
 from stabmon.watch.defaults import declared, default_monitor, default_watcher
 from stabmon.watch.journal import Journal, OnEvents, OnIncident
 from stabmon.watch.recovering import Recovering
+from stabmon.watch.restores import Restores
 from stabmon.watch.schedule import Schedule, warmup_of
 
 
@@ -133,6 +134,9 @@ class Watch(Recovering):
         log = RunLog.open(self.folder, dict(config or {}), resume=resume) if leads() else None
         sinks = tuple(sinks) if leads() else ()
         self.journal = Journal(log, sinks, self.watcher, schedule, on_incident, on_events)
+        contracts, event = self.watcher.contracts, self.journal.event
+        self.restores = Restores(self.folder / "digests", contracts, event)
+        restore = self.restores.audited(restore)
         self.recovery = CarryingOut(
             self.folder, self.watcher, save, restore, change, self.journal.rewind, delete
         )

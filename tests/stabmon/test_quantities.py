@@ -10,17 +10,17 @@ import pytest
 import stabmon
 from optax_ext import skip_spikes, track_worst
 from stabmon.alarms.standard import standard_detectors
-from stabmon.contracts import CONTRACTS
 from stabmon.metrics.jacobian import JacobianStats
 from stabmon.monitor import forward, tiers
 from stabmon.monitor.between import between_metrics
 from stabmon.monitor.readings import aggregate
 from stabmon.quantities import QUANTITIES, find, quantity_of, split_key, title_of
+from stabmon.quantities.contracts import TITLES
 from tests.stabmon import trees
 
 # Given by the trainer, not by a tier of the monitor.
 FROM_THE_HOST = {"evaluation/loss", "schedule/learning_rate"}
-FROM_THE_HOST |= {f"contracts/{name}" for name in CONTRACTS}
+FROM_THE_HOST |= {f"contracts/{name}" for name in TITLES}
 LAYERS, HEADS, EXPERTS, BATCH, CONTEXT, WIDTH = trees.L, trees.N, trees.E, 2, 8, trees.D
 RANKS = {"none": 0, "layer": 1, "head": 2}
 
