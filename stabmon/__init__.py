@@ -58,6 +58,9 @@ from stabmon.monitor.intermediates import collect_intermediates as collect_inter
 from stabmon.monitor.readings import Readings as Readings
 from stabmon.monitor.snapshots import Delta as Delta
 from stabmon.monitor.snapshots import read_delta as read_delta
+from stabmon.output.callbacks import notify_command as notify_command
+from stabmon.output.callbacks import notify_wandb as notify_wandb
+from stabmon.output.callbacks import notify_webhook as notify_webhook
 from stabmon.recovery.checkpoints import OrbaxCheckpoints as OrbaxCheckpoints
 from stabmon.recovery.ladder import Policy as Policy
 from stabmon.recovery.ledger import CheckpointLedger as CheckpointLedger

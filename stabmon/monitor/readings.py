@@ -111,7 +111,7 @@ class Readings:
         None if all are finite, or the symptoms were not sampled at this step.
         """
         keys = dict(self.keys).get("symptoms", ())
-        if FIRST_NONFINITE not in keys:
+        if FIRST_NONFINITE not in keys or not self.valid["symptoms"]:
             return None
         index = float(self.values["symptoms"][keys.index(FIRST_NONFINITE)])
         return self.leaf_names[int(index)] if index >= 0 else None

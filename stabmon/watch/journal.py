@@ -92,7 +92,7 @@ class Journal:
         known = {name: x for name, x in scalars.items() if x is not None}
         always = lambda name, x: name == "held_out" or not isinstance(x, jax.Array)
         kept = {name: x for name, x in known.items() if due or always(name, x)}
-        if readings is not None or kept.keys() - {"tokens"}:
+        if (readings is not None and readings.valid) or kept.keys() - {"tokens"}:
             self._waiting.append(Sample(step, readings, kept))
 
     def write(self, before: int | None = None) -> list[Seen]:
@@ -149,6 +149,8 @@ class Journal:
         values = {} if readings is None else readings.flatten()
         numbers = {name: float(x) for name, x in jax.device_get(dict(scalars)).items()}
         tokens = numbers.pop("tokens", None)
+        if not values and not numbers:  # no tier was due
+            return Seen(step)
         values |= {SCALARS.get(k, f"scalars/global/{k}/value"): x for k, x in numbers.items()}
         rate = rate_at(self._schedule, step)
         if rate is not None:
@@ -188,7 +190,7 @@ class Journal:
 
     def _name_leaf(self, step: int, readings: Readings | None) -> None:
         """Write the first leaf that is not finite, once until all are finite again."""
-        if readings is None or "symptoms" not in readings.valid:
+        if readings is None or not readings.valid.get("symptoms", False):
             return
         path = readings.offender()
         if path is not None and not self._broken:

@@ -4,6 +4,7 @@ How an action is carried out is `stabmon.recovery`'s.
 """
 
 import logging
+from pathlib import Path
 
 import jax
 from jaxtyping import PyTree
@@ -11,6 +12,7 @@ from jaxtyping import PyTree
 from stabmon.hosts import agree
 from stabmon.monitor.snapshots import TrackDeltaState
 from stabmon.recovery.carrying_out import CarryingOut
+from stabmon.recovery.checkpoints import OrbaxCheckpoints
 from stabmon.recovery.ladder import EXIT_UNRECOVERED
 from stabmon.recovery.watcher import Watcher
 from stabmon.watch.journal import Journal
@@ -31,6 +33,7 @@ class Recovering:
         restores: Compares what is loaded with what was saved.
     """
 
+    folder: Path
     step: int
     watcher: Watcher
     recovery: CarryingOut
@@ -51,9 +54,14 @@ class Recovering:
 
         Args:
             state: A fresh state.
+
+        Raises:
+            ImportError: Watch has no `save` and `restore`, and Orbax is not installed.
         """
         steps = self.recovery.steps()
         agree("the checkpoint to go on from", steps)
+        if steps:
+            self._by_orbax(state)
         for step in reversed(steps):
             try:
                 self.step, state = self.recovery.resume(step)
@@ -88,15 +96,26 @@ class Recovering:
         return self.recovery.apply(self.step, state)
 
     def checkpoint(self, state: PyTree) -> None:
-        """Saves `state`, of step `watch.step`, by the caller's `save`, and what watches it.
+        """Saves `state`, of step `watch.step`, and what watches it.
 
         Args:
             state: The training state; whether it is finite is checked here.
+
+        Raises:
+            ImportError: Watch has no `save` and `restore`, and Orbax is not installed.
         """
+        self._by_orbax(state)
         self.flush()
         if not self.recovery.rolling_back:
             self.recovery.checkpoint(self.step, state, self.journal.loss)
             self.restores.keep(self.step, state)
+
+    def _by_orbax(self, like: PyTree) -> None:
+        """Use Orbax in the run's folder, unless the caller gave functions of its own."""
+        if self.recovery.save is None:
+            ours = OrbaxCheckpoints(self.folder / "checkpoints", like)
+            self.recovery.save, self.recovery.restore = ours.save, ours.restore
+            self.recovery.delete = ours.delete
 
     @property
     def data_step(self) -> int:

@@ -4,8 +4,10 @@ What lives here: the object that a training loop holds. What does not: what is m
 what is judged (`alarms`), how a rollback is carried out (`recovery`), files (`runs`).
 """
 
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -38,8 +40,8 @@ class Watch(Recovering):
     """Watches one training run; the same around every trainer.
 
     Put `transforms()` behind the optimizer, call `measure` in the jitted step and `observe` on the
-    host. With `act=True` and the functions `save` and `restore` it also carries out the recovery
-    ladder; see `resume`, `apply` and `checkpoint`.
+    host. `checkpoint` and `resume` make it survive a restart. With `act=True` it also carries out
+    the recovery ladder; see `apply`.
 
     Attributes:
         folder: The run's folder.
@@ -108,18 +110,18 @@ class Watch(Recovering):
             act: Whether the ladder is carried out; False: what it would do is written as advice.
             policy: How the ladder is climbed; its `act` is the argument's.
             ledger: Which checkpoints are trusted.
-            save: Writes a training state: (step, state).
+            save: Writes a training state: (step, state). None: Orbax does, below `folder`.
             restore: Returns the training state that was saved at a step.
-            delete: Removes the checkpoint at a step; None: none is ever removed.
+            delete: Removes the checkpoint at a step; None: what `save` wrote is never removed.
 
         Raises:
             FileExistsError: The folder holds a run of another configuration.
-            ValueError: `act` without `save` and `restore`, or the layout is not found.
+            ValueError: One of `save` and `restore` without the other, or the layout is not found.
         """
-        if act and (save is None or restore is None):
+        if (save is None) != (restore is None):
             raise ValueError(
-                "act=True needs save=(step, state) -> None and restore=(step) -> state; "
-                "OrbaxCheckpoints(folder, like=state) has both"
+                "expected both save=(step, state) -> None and restore=(step) -> state, got one; "
+                "without either Orbax saves below the run's folder"
             )
         self.folder = Path(folder)
         self.layout = find_layout(params) if layout is None else layout
@@ -203,7 +205,7 @@ class Watch(Recovering):
 
     # On the host.
 
-    def observe(self, step: int, readings: Readings | None = None, **scalars: Any) -> None:
+    def observe(self, step: int, *readings: Readings | None, **scalars: Any) -> None:
         """Takes what was measured at `step`, and scalars of the trainer's own.
 
         It does not wait for the device: a sample is written once its values have arrived. Only
@@ -212,13 +214,15 @@ class Watch(Recovering):
 
         Args:
             step: The step.
-            readings: From `measure`; several may be joined with `|`.
+            *readings: From `measure`: in the step, beside it, or both.
             **scalars: `loss` (nats per token), `held_out`, `grad_norm`, `learning_rate`, `tokens`
                 and any others. Arrays of the device are written where the symptoms are due, numbers
                 of the host and `held_out` always.
         """
         step = int(step)
-        self.journal.add(step, readings, scalars, due=bool(self.monitor.due(step)))
+        found = [x for x in readings if x is not None]
+        joined = reduce(operator.or_, found) if found else None
+        self.journal.add(step, joined, scalars, due=bool(self.monitor.due(step)))
         self.step = step + 1
         strict = self._act or jax.process_count() > 1
         for seen in self.journal.write(before=step if strict else None):

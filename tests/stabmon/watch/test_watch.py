@@ -15,7 +15,7 @@ from stabmon.runs.jsonl import read_jsonl
 from stabmon.runs.run import load_run
 from stabmon.runs.runlog import RunLog
 from stabmon.watch.schedule import warmup_of
-from tests.stabmon.watch.loop import build, init_params, make_step, run
+from tests.stabmon.watch.loop import CADENCES, build, init_params, make_step, run
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +99,9 @@ def test_two_watches_on_one_folder_are_refused(tmp_path):
         build(tmp_path / "a")
 
 
-def test_acting_needs_to_save_and_restore(tmp_path):
-    with pytest.raises(ValueError, match=r"save=\(step, state\)"):
-        stabmon.Watch(tmp_path / "a", init_params(), act=True)
+def test_saving_without_restoring_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="expected both"):
+        stabmon.Watch(tmp_path / "a", init_params(), save=lambda step, state: None)
 
 
 def test_a_missing_ring_is_an_error_that_says_so(tmp_path):
@@ -232,3 +232,38 @@ def test_measuring_changes_no_bit_of_the_run(clean, tmp_path):
     with watch:
         state = run(watch, tx, state, 60)
     jax.tree.map(np.testing.assert_array_equal, state.params, clean[2].params)
+
+
+def test_a_step_at_which_nothing_is_due_writes_nothing(tmp_path):
+    watch, tx, state = build(tmp_path / "a")
+    watch.monitor = stabmon.Monitor(watch.layout, **CADENCES | {"symptoms": 10})
+    with watch:
+        run(watch, tx, state, 21)
+    found = load_run(watch.folder)
+    assert found.metrics[LOSS][0].tolist() == [0, 10, 20]
+    assert len(read_jsonl(watch.folder / "metrics.jsonl")) == 3
+    assert found.events == ()
+
+
+def test_what_was_measured_in_the_step_and_beside_it_is_one_sample(tmp_path):
+    watch, _, state = build(tmp_path / "a")
+    with watch:
+        parts = [
+            watch.measure(0, state.params, state.opt_state, due=(tier,), loss=2.0)
+            for tier in ("symptoms", "weights")
+        ]
+        watch.observe(0, *parts, None)
+    (row,) = read_jsonl(watch.folder / "metrics.jsonl")
+    assert {key.split("/")[0] for key in row["values"]} >= {"symptoms", "weights"}
+
+
+def test_without_functions_of_the_callers_own_orbax_saves_and_restores(tmp_path):
+    watch, tx, state = build(tmp_path / "a")
+    with watch:
+        state = run(watch, tx, state, 12)
+        watch.checkpoint(state)
+    again, tx, fresh = build(tmp_path / "a")
+    with again:
+        restored = again.resume(fresh)
+        assert again.step == 12
+        jax.tree.map(np.testing.assert_array_equal, restored, state)
