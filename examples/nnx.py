@@ -1,10 +1,7 @@
-"""Flax NNX: a small GPT with `stabmon.Watch`.
+"""Flax NNX, and `stabmon.Watch`; also how to measure beside the step, which is compiled less often.
 
-    python examples/nnx.py runs/nnx                          300 healthy steps
-    python examples/nnx.py runs/broken --factor 40           the learning rate is wrong from 150 on
-
-A run that is started again goes on from its newest checkpoint. What needs gradients is measured in
-the jitted step, the rest by a program of its own before it: the step is compiled twice, no more.
+python -m examples.nnx runs/nnx                         300 healthy steps; goes on if it is there
+python -m examples.nnx runs/broken --factor 40          the learning rate is wrong from 150 on
 """
 
 import argparse
@@ -20,13 +17,10 @@ import stabmon
 
 
 class Block(nnx.Module):
-    def __init__(self, rngs, width):
-        self.norm_1, self.norm_2 = nnx.RMSNorm(width, rngs=rngs), nnx.RMSNorm(width, rngs=rngs)
-        self.attn = nnx.MultiHeadAttention(4, width, decode=False, rngs=rngs)
-        self.up, self.down = (
-            nnx.Linear(width, 4 * width, rngs=rngs),
-            nnx.Linear(4 * width, width, rngs=rngs),
-        )
+    def __init__(self, rngs):
+        self.norm_1, self.norm_2 = nnx.RMSNorm(64, rngs=rngs), nnx.RMSNorm(64, rngs=rngs)
+        self.attn = nnx.MultiHeadAttention(4, 64, decode=False, rngs=rngs)
+        self.up, self.down = nnx.Linear(64, 256, rngs=rngs), nnx.Linear(256, 64, rngs=rngs)
 
     def __call__(self, x, mask):
         x = x + self.attn(self.norm_1(x), mask=mask)
@@ -34,25 +28,26 @@ class Block(nnx.Module):
 
 
 class GPT(nnx.Module):
-    def __init__(self, rngs, width=64, layers=2):
-        self.embed = nnx.Embed(256, width, rngs=rngs)
-        self.blocks = nnx.List([Block(rngs, width) for _ in range(layers)])
-        self.head = nnx.Linear(width, 256, rngs=rngs)
+    def __init__(self, rngs):
+        self.embed, self.head = nnx.Embed(256, 64, rngs=rngs), nnx.Linear(64, 256, rngs=rngs)
+        self.blocks = nnx.List([Block(rngs) for _ in range(2)])
 
     def __call__(self, text):
-        x, mask = self.embed(text), nnx.make_causal_mask(text)
+        x = self.embed(text)
         for block in self.blocks:
-            x = block(x, mask)
+            x = block(x, nnx.make_causal_mask(text))
         return self.head(x)
 
 
-def main(folder, steps=300, factor=1.0):
+def main(folder, steps, factor):
     text = np.fromfile(os.__file__, np.uint8).astype(np.int32)
     graph, params = nnx.split(GPT(nnx.Rngs(0)))
     rate = optax.warmup_constant_schedule(0.0, 1e-3, 20)
-    fault = lambda step: rate(step) * jax.numpy.where(step < 150, 1.0, factor)
-    with stabmon.Watch(folder, params, schedule=rate, window=100) as watch:
-        tx = optax.chain(optax.adamw(fault), watch.transforms())
+    wrong = lambda step: rate(step) * jax.numpy.where(step < 150, 1.0, factor)
+    # A short run: sampled more often than by default, and judged after 120 steps.
+    monitor = stabmon.Monitor(stabmon.find_layout(params), router=0, delta=25, symptoms=5)
+    with stabmon.Watch(folder, params, schedule=rate, monitor=monitor, window=100) as watch:
+        tx = optax.chain(optax.adamw(wrong), watch.transforms())
 
         def loss_fn(params, batch):
             logits = nnx.merge(graph, params)(batch[:, :-1])
@@ -68,11 +63,10 @@ def main(folder, steps=300, factor=1.0):
 
         params, state = watch.resume((params, tx.init(params)))
         for step in range(watch.step, steps):
-            at = np.random.default_rng(step).integers(0, len(text) - 65, (16, 1))
+            at = np.random.default_rng(step).integers(0, len(text) - 65, (16, 1)) + np.arange(65)
             beside = watch.measure(step, params, state, due=watch.due(step, "delta", "weights"))
-            params, state, readings = train_step(
-                step, params, state, text[at + np.arange(65)], watch.due(step, "symptoms")
-            )
+            due = watch.due(step, "symptoms")
+            params, state, readings = train_step(step, params, state, text[at], due)
             watch.observe(step, beside, readings)
         watch.checkpoint((params, state))
         print(watch.report())
