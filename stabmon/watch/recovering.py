@@ -114,7 +114,8 @@ class Recovering:
         """Use Orbax in the run's folder, unless the caller gave functions of its own."""
         if self.recovery.save is None:
             ours = OrbaxCheckpoints(self.folder / "checkpoints", like)
-            self.recovery.save, self.recovery.restore = ours.save, ours.restore
+            self.recovery.save = ours.save
+            self.recovery.restore = self.restores.audited(ours.restore)
             self.recovery.delete = ours.delete
 
     @property
