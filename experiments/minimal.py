@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 import optax
 import tyro
 
@@ -86,7 +86,7 @@ def train(config: Config) -> stabmon.Watch:
             state = watch.apply(state)  # a rollback takes `watch.step` back
             if watch.stopped:
                 break
-            step, tokens = watch.step, data[watch.data_step]
+            step, tokens = watch.step, np.asarray(data[watch.data_step])
             beside = watch.measure(step, *state, due=watch.due(step, "delta", "weights", "router"))
             state, readings = step_fn(step, state, tokens, due=watch.due(step, "symptoms"))
             watch.observe(step, beside, readings, tokens=(step + 1) * tokens[:, 1:].size)
@@ -115,7 +115,7 @@ def make_step(
     @partial(jax.jit, static_argnames="due", donate_argnames="state")
     def step_fn(step, state, tokens, due):
         params, opt_state = state
-        loss, grads = jax.value_and_grad(loss_fn)(params, jnp.asarray(tokens))
+        loss, grads = jax.value_and_grad(loss_fn)(params, tokens)
         updates, new = tx.update(grads, opt_state, params)
         seen = {"grads": grads, "updates": updates, "loss": loss}
         readings = watch.measure(step, params, opt_state, due=due, **seen)
