@@ -40,7 +40,7 @@ def counts(now: Sample, before: Sample | None, known: Known) -> Finding:
     return broken
 
 
-@contract(patience=3)
+@contract(patience=2)
 def rate(now: Sample, before: Sample | None, known: Known) -> Finding:
     """The rate in the optimizer's state is the schedule's, and updates have the size it gives them.
 

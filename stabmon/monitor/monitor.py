@@ -74,7 +74,7 @@ class Monitor:
     weights: int = 500
     jacobian: int = 0
     symptoms: int = 10
-    contracts: int = 50
+    contracts: int = 100
     lags: tuple[int, ...] | None = None
     detail: str = "brief"
     include: str | None = None

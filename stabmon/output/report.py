@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from stabmon.output.contracts import contract_line
 from stabmon.output.figures import layer_figure, line_figure, share_colors
 from stabmon.output.panels import Panel, default_panels
 from stabmon.output.provenance import provenance
@@ -89,7 +90,10 @@ def write_report(
         f'<header><p class="eyebrow">{escape(title)}</p>',
         f"<h1>{escape(verdict or default_verdict(loaded))}</h1>",
         f'<p class="facts">{escape(_facts(loaded, last))}</p></header><main>',
-        *(notes(provenance(run), run.name) for run in loaded),
+        *(
+            notes([*provenance(run), *filter(None, [contract_line(run)])], run.name)
+            for run in loaded
+        ),
         story_table(story(loaded)),
         lead_table(rows, loaded, last),
         f"<section><h2>Evidence</h2>{legend(drawn, chosen)}",

@@ -147,12 +147,12 @@ def notes(sentences: Sequence[str], name: str) -> str:
     """Returns what is to be known about a run's log before its curves are read.
 
     Args:
-        sentences: As of `provenance`; none for a run that was read whole from its own folder.
+        sentences: As of `provenance` and `contract_line`; empty ones are left out.
         name: Of the run.
     """
-    if not sentences:
+    text = " ".join(escape(sentence) for sentence in sentences if sentence)
+    if not text:
         return ""
-    text = " ".join(escape(sentence) for sentence in sentences)
     return f'<p class="note"><b>{escape(name)}</b> {text}</p>'
 
 

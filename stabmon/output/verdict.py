@@ -107,6 +107,9 @@ def story(runs: Sequence[Run]) -> list[dict[str, Any]]:
                     if field in event
                 )
                 what, why = f"{advice}{event.get('action', 'action')}{amount}", event.get("reason")
+            elif kind == "contract":
+                what = f"contract {event.get('contract')} broken: {event.get('leaf')}"
+                why = event.get("sentence")
             elif kind in ("rewind", "stopped"):
                 what, why = str(kind), ""
             else:
