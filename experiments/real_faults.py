@@ -7,7 +7,7 @@ Question: each fault of a real run that breaks an exact relation and has a form 
 in a small mixture of experts. Which contract is broken, in which leaf, after how many samples? And
 is none broken in the same run without a fault, with the optimizers that people use?
 
-Rows: `results/real_faults.jsonl`. Results: `experiments/README.md`.
+Rows: `references/real_faults.jsonl`. Results: `experiments/README.md`.
 """
 
 import json
@@ -28,7 +28,7 @@ from experiments.support.tables import listing
 from stabmon.contracts import Contracts, Verdict, digest
 from stabmon.contracts.restore import compared, state_digest
 
-ROWS = Path(__file__).parent / "results" / "real_faults.jsonl"
+ROWS = Path(__file__).parent / "references" / "real_faults.jsonl"
 
 
 @dataclass(frozen=True)
