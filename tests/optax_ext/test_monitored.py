@@ -60,6 +60,7 @@ def by_hand(steps):
 
 
 def close(got, want):
+    assert got.pop("symptoms/global/skipped/value", 0.0) == 0.0  # where a wrapper skips steps
     assert got.keys() == want.keys()
     np.testing.assert_allclose([*got.values()], [*want.values()], rtol=1e-4)
 
