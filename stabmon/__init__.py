@@ -1,5 +1,6 @@
 """Monitors that see a language-model training run going wrong before its loss does."""
 
+from stabmon.audits import audit as audit
 from stabmon.layout import Layout as Layout
 from stabmon.layout import Rule as Rule
 from stabmon.layout import find_layout as find_layout
