@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, PyTree
 
 from stabmon.layout import Layout
@@ -182,4 +183,5 @@ def acquitted(audit: str, sentence: str, **numbers: float) -> Verdict:
 
 def vocabulary(logits: Logits, params: PyTree, batch: Any) -> int:
     """Returns V, the width of the logits; nothing is computed."""
-    return jax.tree.leaves(jax.eval_shape(logits, params, batch))[0].shape[-1]
+    (scores,) = jax.tree.leaves(jax.eval_shape(logits, params, batch))
+    return int(np.shape(scores)[-1])
