@@ -149,7 +149,7 @@ def tokens_of(batch: Any) -> Tokens | None:
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         make = getattr(type(batch), "_make", type(batch))
         return _checked(batch[0], batch[1], lambda x: make([x, *batch[1:]]), None)
-    if _is_ids(batch) and batch.shape[1] > 1:
+    if _is_ids(batch) and np.shape(batch)[1] > 1:
         put = lambda x: jnp.concatenate([x, jnp.asarray(batch)[:, -1:]], axis=1)
         return Tokens(jnp.asarray(batch)[:, :-1], jnp.asarray(batch)[:, 1:], put)
     return None
