@@ -149,10 +149,16 @@ def tokens_of(batch: Any) -> Tokens | None:
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         make = getattr(type(batch), "_make", type(batch))
         return _checked(batch[0], batch[1], lambda x: make([x, *batch[1:]]), None)
-    if _is_ids(batch) and np.shape(batch)[1] > 1:
-        put = lambda x: jnp.concatenate([x, jnp.asarray(batch)[:, -1:]], axis=1)
-        return Tokens(jnp.asarray(batch)[:, :-1], jnp.asarray(batch)[:, 1:], put)
-    return None
+    return _of_one(batch)
+
+
+def _of_one(tokens: Any) -> Tokens | None:
+    """Of one array (B, T+1): its inputs, and its targets one position on."""
+    if not _is_ids(tokens) or tokens.shape[1] < 2:
+        return None
+    whole = jnp.asarray(tokens)
+    put = lambda x: jnp.concatenate([x, whole[:, -1:]], axis=1)
+    return Tokens(whole[:, :-1], whole[:, 1:], put)
 
 
 def _checked(inputs: Any, targets: Any, put: Callable, segments: Any) -> Tokens | None:
