@@ -76,16 +76,17 @@ def test_precision_names_layer_and_head_of_a_coarse_backward():
     assert (verdict.cause, verdict.layer, verdict.head) == ("attention numerics", 1, 1)
 
 
-def test_precision_error_is_that_of_float64_gradients():
+def test_precision_error_is_that_of_the_two_gradients():
+    # In float64 the cut falls elsewhere: the oracle takes the same float32 gradients.
     verdict = convicts("precision", loss=low_loss, reference=model.loss_fn)
-    with jax.enable_x64(True):
-        wide = jax.tree.map(lambda x: x.astype(jnp.float64), model.init_params())
-        right, bad = (jax.grad(f)(wide, model.batch_of(0)) for f in (model.loss_fn, low_loss))
+    params, batch = model.init_params(), model.batch_of(0)
+    right, bad = (jax.jit(jax.grad(f))(params, batch) for f in (model.loss_fn, low_loss))
     errors = []
     for role in "qk":
-        a, b = (tree["layers"]["attn"][role]["kernel"][1, :, 1] for tree in (right, bad))
+        trees = (tree["layers"]["attn"][role]["kernel"] for tree in (right, bad))
+        a, b = (np.asarray(x, np.float64)[1, :, 1] for x in trees)
         errors.append(np.linalg.norm(a - b) / np.linalg.norm(a))
-    assert verdict.numbers["error"] == pytest.approx(max(errors), rel=0.02)
+    assert verdict.numbers["error"] == pytest.approx(max(errors), rel=1e-3)
 
 
 def test_precision_acquits_float32_against_float64():
