@@ -33,6 +33,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python -m experiments.bench_metrics monitor
 	$(BIN)/python -m experiments.bench_msign
 	$(BIN)/python -m experiments.bench_sharded
+	$(BIN)/python -m experiments.bench_watch
 
 # Hours; resumable. How long each experiment takes: experiments/README.md.
 evidence: $(VENV)/.installed

@@ -53,7 +53,7 @@ def main(folder, steps, factor):
             logits = nnx.merge(graph, params)(batch[:, :-1])
             return optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:]).mean()
 
-        @partial(jax.jit, static_argnames="due")
+        @partial(jax.jit, static_argnames="due", donate_argnames=("params", "state"))
         def train_step(step, params, state, batch, due):
             loss, grads = jax.value_and_grad(loss_fn)(params, batch)
             updates, new = tx.update(grads, state, params)

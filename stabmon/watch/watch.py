@@ -95,7 +95,7 @@ class Watch(Recovering):
             config: What makes the run what it is; a folder with another one is refused.
             schedule: Learning rate, or a function of the step. It is recorded with each sample, and
                 the warm-up is read off it.
-            layout: Where the matrices lie; None: `find_layout(params)`.
+            layout: Where the matrices lie; None: the monitor's, or `find_layout(params)`.
             monitor: What is measured how often; None: `Monitor(layout)`.
             keep: Snapshots in the ring, one each `monitor.delta` steps.
             warmup: Steps of learning-rate warm-up; None: from the schedule, else 100.
@@ -124,7 +124,9 @@ class Watch(Recovering):
                 "without either Orbax saves below the run's folder"
             )
         self.folder = Path(folder)
-        self.layout = find_layout(params) if layout is None else layout
+        if layout is None:
+            layout = find_layout(params) if monitor is None else monitor.layout
+        self.layout = layout
         self.layout.check(params)
         self.monitor = default_monitor(self.layout) if monitor is None else monitor
         self.step, self._keep, self._act = 0, keep, act

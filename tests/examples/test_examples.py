@@ -14,6 +14,7 @@ PACKAGES = {
     "linen": ("equinox", ("equinox==0.13.8", "flax")),
     "nnx": ("equinox", ("equinox==0.13.8", "flax")),
     "equinox": ("equinox", ("equinox==0.13.8", "flax")),
+    "tunix": ("tunix", ("google-tunix==0.1.7",)),
 }
 
 

@@ -267,3 +267,11 @@ def test_without_functions_of_the_callers_own_orbax_saves_and_restores(tmp_path)
         restored = again.resume(fresh)
         assert again.step == 12
         jax.tree.map(np.testing.assert_array_equal, restored, state)
+
+
+def test_the_layout_of_a_monitor_that_is_given_is_not_looked_for_again(tmp_path):
+    params = {"blocks": {"0": {"mine": {x: jnp.ones((8, 8)) for x in "ab"}}}}
+    rules = [stabmon.Rule(x, f"blocks/*/mine/{y}", "d (n h) -> n d h") for x, y in ("qa", "kb")]
+    layout = stabmon.Layout("mine", tuple(rules), sizes=(("n", 2),))
+    with stabmon.Watch(tmp_path / "a", params, monitor=stabmon.Monitor(layout)) as watch:
+        assert watch.layout is layout
