@@ -29,34 +29,29 @@ class Watching(hooks.TrainingHooks):
     def on_train_step_end(self, train_ctx, train_step, train_loss):
         step, readings = self.watch.step, None
         if self.watch.due(step):  # the next step takes these arrays away: copy them
-            state = nnx.as_pure(train_ctx.optimizer.opt_state)
-            readings = jax.device_get(optax_ext.read_monitored(state))
+            found = optax_ext.read_monitored(nnx.as_pure(train_ctx.optimizer.opt_state))
+            readings = jax.device_get(found)
         self.watch.observe(step, readings, loss=train_loss)
 
     def on_train_start(self, train_ctx):
         self.watch.step = train_ctx.train_steps
 
-    def ignored(self, *_): ...
-
+    ignored = lambda self, *_: None
     on_train_end = on_train_step_start = on_eval_step_start = on_eval_step_end = ignored
 
 
 def loss_fn(model, text):
-    tokens, targets = text[:, :-1], text[:, 1:]
     mask = np.broadcast_to(np.tri(64, dtype=bool), (len(text), 64, 64))
-    places = np.broadcast_to(np.arange(64), tokens.shape)
-    logits, _ = model(tokens, places, None, mask)
-    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
-
-
-def draw(w):
-    """Weights to begin with: Tunix makes its MLPs zero, for a checkpoint to fill them."""
-    return w if w.ndim < 2 else jax.random.normal(jax.random.key(w.size), w.shape) / 8
+    places = np.broadcast_to(np.arange(64), (len(text), 64))
+    logits, _ = model(text[:, :-1], places, None, mask)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, text[:, 1:]).mean()
 
 
 def main(folder, steps, factor):
     text = np.fromfile(os.__file__, np.uint8).astype(np.int32)
     model = Llama3(ModelConfig(**SIZES), rngs=nnx.Rngs(0))
+    # Tunix makes its MLPs zero, for a checkpoint to fill them.
+    draw = lambda w: w if w.ndim < 2 else jax.random.normal(jax.random.key(w.size), w.shape) / 8
     params = jax.tree.map(draw, nnx.state(model, nnx.Param))
     nnx.update(model, params)
     rate = optax.warmup_constant_schedule(0.0, 1e-3, 20)
