@@ -177,7 +177,7 @@ def compile_rows(config: Config) -> Iterator[Row]:
         model = replace(MODEL, layers=layers, model=128, experts=4)
         params = jax.eval_shape(lambda model=model: init_params(model, 0))
         layout = stabmon.find_layout(params)
-        ring = optax_ext.track_delta(50, 4, select=layout.selects("qk", "router"))
+        ring = optax_ext.track_delta(50, 4, select=layout.selects("qk", "v", "o", "router"))
         monitor = stabmon.Monitor(layout, detail="full")
         tokens = jax.ShapeDtypeStruct((4, model.context), jnp.int32)
 

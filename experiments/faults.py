@@ -77,15 +77,37 @@ class AttentionFault:
         return {"kind": "attention"} | asdict(self)
 
 
-Kind = Literal["learning rate", "auxiliary", "gradient", "batch", "dirty batch", "repeated data"]
+Kind = Literal[
+    "learning rate",
+    "auxiliary",
+    "gradient",
+    "creeping rate",
+    "shifted targets",
+    "leak",
+    "batch",
+    "dirty batch",
+    "repeated data",
+    "other text",
+    "context",
+]
 
 
 class Scales(NamedTuple):
-    """Factors of one step, 1 where nothing is disturbed; traced."""
+    """Factors of one step, 1 where nothing is disturbed; traced.
+
+    Attributes:
+        learning_rate: Of the updates.
+        auxiliary: Of the balance loss.
+        gradient: Of the gradient.
+        targets: How many tokens ahead the targets lie.
+        leak: Share of the inputs that are the token to be predicted; less 1.
+    """
 
     learning_rate: Any = 1.0
     auxiliary: Any = 1.0
     gradient: Any = 1.0
+    targets: Any = 1.0
+    leak: Any = 1.0
 
 
 @dataclass(frozen=True)
@@ -97,7 +119,10 @@ class Disturbance:
             "gradient" times `amount`, which may be NaN; a "batch" of 1/`amount` of its sequences,
             each fed `amount` times, so that shapes stay and the gradient is the small batch's; a
             "dirty batch", `amount` of whose tokens are random; "repeated data", the first `amount`
-            batches from `onset` on over and over.
+            batches from `onset` on over and over; a "creeping rate", which has grown by `amount`
+            after 1,000 steps, evenly in its logarithm; "shifted targets", `amount` tokens further
+            on; a "leak", the token to be predicted in `amount` of the inputs; "other text", letters
+            of the other case, in `amount` of the sequences; a "context" of 1/`amount`.
         amount: How much.
         onset: First step.
         end: First step without it again; None: never.
@@ -115,9 +140,9 @@ class Disturbance:
     def __post_init__(self):
         if self.end is not None and self.end <= self.onset:
             raise ValueError(f"{self.kind}: ends at {self.end}, before its onset {self.onset}")
-        if self.kind in ("batch", "repeated data") and self.amount < 1:
+        if self.kind in ("batch", "repeated data", "context") and self.amount < 1:
             raise ValueError(f"{self.kind}: expected an amount of at least 1, got {self.amount}")
-        if self.kind == "dirty batch" and not 0 <= self.amount <= 1:
+        if self.kind in ("dirty batch", "leak", "other text") and not 0 <= self.amount <= 1:
             raise ValueError(f"{self.kind}: expected a share in [0, 1], got {self.amount}")
 
     def on(self, step: int) -> bool:
@@ -132,16 +157,24 @@ class Disturbance:
 def scales(disturbances: Sequence[Disturbance] | None, step: int) -> Scales | None:
     """The factors in force at `step`; None for None, the program without them.
 
-    >>> print(scales([Disturbance("learning rate", 10.0, onset=5)], 5))
-    Scales(learning_rate=np.float32(10.0), auxiliary=np.float32(1.0), gradient=np.float32(1.0))
+    >>> found = scales([Disturbance("learning rate", 10.0, onset=5)], 5)
+    >>> float(found.learning_rate), float(found.gradient)
+    (10.0, 1.0)
     """
     if disturbances is None:
         return None
     factors = dict.fromkeys(Scales._fields, 1.0)
     for disturbance in disturbances:
         name = disturbance.kind.replace(" ", "_")
-        if name in factors and disturbance.on(step):
+        if not disturbance.on(step):
+            continue
+        if name in factors and disturbance.kind != "leak":
             factors[name] *= disturbance.amount
+        elif disturbance.kind == "creeping rate":
+            done = min((step - disturbance.onset) / 1000, 1.0)
+            factors["learning_rate"] *= disturbance.amount**done
+        elif disturbance.kind in ("shifted targets", "leak"):
+            factors[disturbance.kind.split()[-1]] += disturbance.amount
     return Scales(**{name: np.float32(factor) for name, factor in factors.items()})
 
 
@@ -167,7 +200,32 @@ def disturbed(
             rng = np.random.default_rng(step)
             noise = rng.integers(0, vocabulary, tokens.shape).astype(tokens.dtype)
             tokens = np.where(rng.random(tokens.shape) < it.amount, noise, tokens)
+        elif it.kind == "other text":
+            letters = np.arange(256)
+            letters[65:91], letters[97:123] = letters[97:123].copy(), letters[65:91].copy()
+            other = np.random.default_rng(step).random(len(tokens)) < it.amount
+            tokens = np.where(other[:, None], letters[tokens], tokens).astype(tokens.dtype)
+        elif it.kind == "context":
+            shorter = (np.shape(tokens)[-1] - 1) // int(it.amount)
+            tokens = tokens[:, : shorter + 1]
     return tokens
+
+
+def fed(tokens: Array, factors: Scales | None) -> tuple[Array, Array]:
+    """Inputs and targets of a batch (B, T + 1), each (B, T), as the factors of a step have them.
+
+    Shifted targets wrap around at the end of a sequence. Of leaked inputs every n-th is the next
+    token.
+    """
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    if factors is None:
+        return inputs, targets
+    ahead = jnp.round(factors.targets).astype(jnp.int32) - 1
+    share = jnp.asarray(factors.leak, jnp.float32) - 1
+    place = jnp.arange(inputs.shape[1])
+    leaked = jnp.floor((place + 1) * share) > jnp.floor(place * share)
+    inputs = jnp.where(leaked[None, :], targets, inputs)
+    return inputs, jnp.roll(targets, -ahead, axis=1)
 
 
 def scale_by_argument() -> optax.GradientTransformationExtraArgs:

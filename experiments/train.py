@@ -26,7 +26,7 @@ from experiments.loop.alarms import AlarmConfig, keep_batches
 from experiments.loop.checkpoints import checkpoints
 from experiments.loop.cluster import join, together
 from experiments.loop.losses import make_evaluation
-from experiments.loop.optimizer import OptimizerConfig
+from experiments.loop.optimizer import OptimizerConfig, make_schedule
 from experiments.loop.placement import Placement, make_mesh, mesh_in_force, place_batch
 from experiments.loop.progress import ProgressLine
 from experiments.loop.session import identity, interruptible
@@ -153,6 +153,7 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
         folder,
         state.params,
         config=identity(config),
+        schedule=make_schedule(optimizer),
         monitor=monitor,
         detectors=config.alarms.detectors(judged, warmup, config.reference, config.model.qk_norm),
         resume=config.resume,
@@ -189,6 +190,8 @@ def _train(config: Config, corpus: Corpus, data: Any, mesh: Mesh | None) -> Resu
             held_out = None
             if config.evaluate_every and step % config.evaluate_every == 0:
                 held_out = held_out_loss(state.params)
+            if any(x.kind == "other text" and x.onset == step for x in config.disturbances or ()):
+                watch.change("data")
             due = sampled(step)
             shift = watch.data_step - step
             tokens = disturbed(config.disturbances, data, step, shift, corpus.vocabulary)

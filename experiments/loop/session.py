@@ -12,7 +12,7 @@ _SKIPPED |= {"placement", "distributed", "sinks"}
 # Options that came in later count only where they are used: older runs stay what they are.
 _LATER = {
     "": ("act", "alarms", "disturbances"),
-    "optimizer": ("control", "msign", "rates", "base", "qk_clip"),
+    "optimizer": ("control", "msign", "rates", "base", "qk_clip", "decay", "floor"),
     "monitor": ("router",),
 }
 

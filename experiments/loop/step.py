@@ -14,7 +14,7 @@ import optax
 from jax.typing import ArrayLike
 
 import stabmon
-from experiments.faults import AttentionFault, Scales
+from experiments.faults import AttentionFault, Scales, fed
 from experiments.loop.checkpoints import TrainState
 from experiments.loop.losses import next_token_loss
 from experiments.loop.measuring import Due, divided, joined, make_measure, observe
@@ -133,7 +133,7 @@ def make_step(
         due: Due,
         scales: Scales | None = None,
     ):
-        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        inputs, targets = fed(tokens, scales)
         options: dict[str, Any] = {}
         if fault is not None:
             gate = fault.gate(state.step, model.layers) * armed

@@ -44,6 +44,7 @@ class Arm:
         attention: The attention fault; its onset is the experiment's. None: none.
         disturbances: (kind, amount) of `faults.Disturbance`.
         brief: Whether they last for one step only.
+        before: (kind, amount) of disturbances that end at the onset: the change is their end.
         model: Fields of `GPTConfig`.
         optimizer: Fields of `OptimizerConfig`.
         run: Fields of the training run.
@@ -52,6 +53,7 @@ class Arm:
     attention: AttentionFault | None = None
     disturbances: tuple[tuple[Kind, float], ...] = ()
     brief: bool = False
+    before: tuple[tuple[Kind, float], ...] = ()
     model: dict[str, Any] = field(default_factory=dict)
     optimizer: dict[str, Any] = field(default_factory=dict)
     run: dict[str, Any] = field(default_factory=dict)
@@ -104,6 +106,7 @@ def run_of(base: TrainConfig, name: str, arm: Arm, seed: int, onset: int) -> Tra
     if disturbances is not None:
         end = onset + 1 if arm.brief else None
         disturbances = tuple(Disturbance(kind, x, onset, end) for kind, x in arm.disturbances)
+        disturbances += tuple(Disturbance(kind, x, 0, onset) for kind, x in arm.before)
     run = replace(
         base,
         name=f"{slug(name)}-seed{seed}",

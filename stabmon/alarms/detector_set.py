@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from stabmon.alarms.detectors.base import Alarm, Detector
+from stabmon.alarms.detectors.base import Alarm, Detector, WindowDetector
+from stabmon.alarms.detectors.conditions import Conditions
 from stabmon.alarms.detectors.grades import GradeWatch, Health
 from stabmon.alarms.detectors.nonfinite import Incidents
 from stabmon.alarms.diagnosis import Diagnosis, diagnose
@@ -38,10 +39,16 @@ class DetectorSet:
     span: int = 1000
     recent: list[Alarm] = field(default_factory=list)
     _incidents: Incidents = field(default_factory=Incidents)
+    _conditions: Conditions = field(default_factory=Conditions)
     _step: int = 0
     _measured: set[str] = field(default_factory=set)
     _places: dict[str, list[int]] = field(default_factory=dict)
     _loss: tuple[int, float, float] = (0, 0.0, 0.0)
+
+    def __post_init__(self):
+        for detector in self.detectors.values():
+            if isinstance(detector, WindowDetector):
+                detector.conditions = self._conditions
 
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample, any subset of the metrics; the alarms that it raises.
@@ -52,18 +59,26 @@ class DetectorSet:
         self._step = step
         self._measured.update(values)
         self._note(values)
-        every = [x for detector in self.detectors.values() for x in detector.update(step, values)]
-        raised = [self._located(alarm) for alarm in self._incidents.admitted(values, every)]
+        if self._conditions.note(step, values):
+            self.relearn(step)
+        judged = self._conditions.judged(values)
+        every = [x for detector in self.detectors.values() for x in detector.update(step, judged)]
+        raised = [self._located(alarm) for alarm in self._incidents.admitted(judged, every)]
         active = set(self.active())
         self.recent = [
             a for a in (*self.recent, *raised) if a.step > step - self.span or a.key in active
         ]
         return raised
 
+    def relearn(self, step: int) -> None:
+        """Learn every level anew: data, batch or context were changed at `step`."""
+        for detector in self.detectors.values():
+            detector.relearn(step)
+
     def diagnose(self) -> Diagnosis:
         """What the alarms of the last `span` steps say together."""
-        count, fast, slow = self._loss
-        falling = count >= 20 and fast < slow
+        count, fast, best = self._loss
+        falling = count >= 20 and fast <= 1.02 * best
         return diagnose(self._step, self.recent, self._measured, self.active(), falling)
 
     def active(self) -> tuple[str, ...]:
@@ -94,6 +109,7 @@ class DetectorSet:
             "detectors": {name: detector.state() for name, detector in self.detectors.items()},
             "recent": [asdict(alarm) for alarm in self.recent],
             "broken": dict(self._incidents.broken),
+            "conditions": self._conditions.state(),
             "step": self._step,
             "measured": sorted(self._measured),
             "places": {key: list(votes) for key, votes in self._places.items()},
@@ -115,22 +131,23 @@ class DetectorSet:
             detector.restore(state["detectors"][name])
         self.recent = [Alarm(**row) for row in state["recent"]]
         self._incidents = Incidents(dict(state["broken"]))
+        self._conditions.restore(state["conditions"])
         self._step = int(state["step"])
         self._measured = set(state["measured"])
         self._places = {key: [int(x) for x in votes] for key, votes in state["places"].items()}
-        count, fast, slow = state["loss"]
-        self._loss = (int(count), float(fast), float(slow))
+        count, fast, best = state["loss"]
+        self._loss = (int(count), float(fast), float(best))
 
     def _note(self, values: Mapping[str, float]) -> None:
-        """Remember where metrics were worst, and a fast and a slow mean of the loss."""
+        """Remember where metrics were worst, and a mean of the last losses and its best."""
         for key, value in values.items():
             if key.endswith(("/worst_layer", "/worst_head")) and math.isfinite(value):
                 self._places[key] = [*self._places.get(key, []), int(value)][-_VOTES:]
         loss = values.get(LOSS, math.nan)
         if math.isfinite(loss):
-            count, fast, slow = self._loss
-            mix = lambda mean, weight: mean + max(weight, 1 / (count + 1)) * (loss - mean)
-            self._loss = (count + 1, mix(fast, 0.1), mix(slow, 0.02))
+            count, fast, best = self._loss
+            fast += max(0.1, 1 / (count + 1)) * (loss - fast)
+            self._loss = (count + 1, fast, min(best, fast) if count > 10 else fast)
 
     def _located(self, alarm: Alarm) -> Alarm:
         """The alarm with its layer and head, from its key or from where its quantity was worst."""

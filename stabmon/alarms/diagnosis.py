@@ -4,6 +4,7 @@
 What is done about it is `recovery.py`'s.
 """
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -29,6 +30,8 @@ class Diagnosis:
         head: Head that is worst there, likewise.
         parts: For `Fault.SEVERAL`, the faults.
         quantities: How many different quantities have alarmed for it, for several the fewest.
+        candidates: The faults that come into question with their weights, the likeliest first;
+            where the fault is unknown they are what to look for.
     """
 
     step: int
@@ -39,13 +42,19 @@ class Diagnosis:
     head: int | None = None
     parts: tuple[Fault, ...] = ()
     quantities: int = 1
+    candidates: tuple[tuple[str, float], ...] = ()
 
     def event(self) -> dict[str, Any]:
         """The row of `events.jsonl`, less kind and step, and less a place that is not known."""
         row = asdict(self) | {"fault": self.fault.value, "evidence": list(self.evidence)}
+        row["candidates"] = [list(candidate) for candidate in self.candidates]
         row["parts"] = [part.value for part in self.parts]
         row.pop("step")
-        return {k: v for k, v in row.items() if v is not None and (k != "parts" or v)}
+        return {
+            k: v
+            for k, v in row.items()
+            if v is not None and (v or k not in ("parts", "candidates"))
+        }
 
 
 def diagnose(
@@ -74,6 +83,9 @@ def diagnose(
     >>> found.fault.value, found.layer, found.head
     ('attention numerics', 3, 1)
     """
+    # Values that are finite again are no evidence any more: what follows has its own name.
+    over = lambda a: active is not None and a.key not in active and step - a.step > SLACK
+    alarms = [a for a in alarms if math.isfinite(a.value) or not over(a)]
     first = _first_of_each_sign(alarms)
     signs: dict[str, int] = {sign: alarm.step for sign, alarm in first.items()}
     if loss_falling:
@@ -87,8 +99,15 @@ def diagnose(
     weighed: dict[Fault, tuple[float, Signature]] = {}
     for signature in SIGNATURES:
         confidence = _confidence(signature, signs)
+        decides = signature.decides
+        if measured and decides and not any(x in key for x in decides for key in measured):
+            confidence = min(confidence, THIN - 0.05)
         if confidence > weighed.get(signature.fault, (0.0, signature))[0]:
             weighed[signature.fault] = (confidence, signature)
+    candidates = tuple(
+        (signature.fault.value, weight)
+        for weight, signature in sorted(weighed.values(), key=lambda pair: -pair[0])[:3]
+    )
     ranked = _unexplained(sorted(weighed.values(), key=lambda pair: -pair[0]))
     if not ranked or ranked[0][0] < THIN:
         words = [_words(alarm) for alarm in first.values()]
@@ -96,7 +115,8 @@ def diagnose(
         if ranked:
             words.append(f"nearest to {ranked[0][1].fault.value}, but the evidence is thin")
         words += _missed(measured)
-        return Diagnosis(step, Fault.UNKNOWN, best, tuple(words), *_place(list(alarms)))
+        place = _place(list(alarms))
+        return Diagnosis(step, Fault.UNKNOWN, best, tuple(words), *place, candidates=candidates)
     final = ranked[0][1].fault is Fault.NONFINITE
     chosen = ranked[:1] if final else [pair for pair in ranked if pair[0] >= THIN]
     relevant = [sign for _, signature in chosen for sign in _relevant(signature, signs)]
@@ -114,7 +134,9 @@ def diagnose(
     if len(faults) > 1:
         words.insert(0, "together: " + ", ".join(fault.value for fault in faults))
         fault, parts = Fault.SEVERAL, faults
-    return Diagnosis(step, fault, confidence, tuple(words), *_place(places), parts, joint)
+    return Diagnosis(
+        step, fault, confidence, tuple(words), *_place(places), parts, joint, candidates
+    )
 
 
 def _first_of_each_sign(alarms: Sequence[Alarm]) -> dict[str, Alarm]:

@@ -7,16 +7,22 @@ and weighed is `attribution.py`.
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from stabmon.alarms.detectors.base import UNREADABLE, Alarm
+from stabmon.alarms.detectors.base import IMPOSSIBLE, UNREADABLE, Alarm
 from stabmon.quantities import quantity_of
 
 # Rules that are no evidence of what their quantity stands for.
-_OWN_SIGN = {UNREADABLE: "unreadable", "falling": "falling rank"}
-SPECTRA = ("Δ2", "ΔW", "radial alignment")
+_OWN_SIGN = {UNREADABLE: "unreadable", IMPOSSIBLE: "impossible", "falling": "falling rank"}
+CONTRAST = "q, k against v, o"
+SPECTRA = ("Δ2", "ΔW", "radial alignment", CONTRAST)
+# What tells a fault of the attention from one of the learning rate: one of these must be measured.
+_SIZES = ("/update_norm/", "/update_ratio/", "/qk_over_vo/")
 # Where one of these came first, the spectra follow from what it tells.
 _BEFORE_SPECTRA = (
     "router entropy down",
-    "update size up",
+    "update size",
+    "loss up",
+    "loss level up",
+    "held-out loss up",
     "rank",
     "gradient level up",
     "loss down",
@@ -35,6 +41,9 @@ class Fault(StrEnum):
     LOW_RANK = "low-rank pathology"
     REPEATED_DATA = "repeated data"
     NONFINITE = "non-finite values"
+    DATA = "changed data"
+    STILL = "no learning"
+    IMPOSSIBLE = "impossible values"
     SEVERAL = "several at once"
     UNKNOWN = "unknown"
 
@@ -55,6 +64,8 @@ class Signature:
         against: {sign: confidence that it takes away}.
         leads: Of the two groups of signs the first must not begin later than the second, but for
             the caller's slack; None: no order.
+        decides: Parts of metric keys, one of which must be measured: without it the fault is a
+            candidate and no more.
     """
 
     fault: Fault
@@ -63,10 +74,32 @@ class Signature:
     supports: dict[str, float] = field(default_factory=dict)
     against: dict[str, float] = field(default_factory=dict)
     leads: tuple[tuple[str, ...], tuple[str, ...]] | None = None
+    decides: tuple[str, ...] = ()
 
 
 SIGNATURES = (
     Signature(Fault.NONFINITE, (("non-finite",),), 0.95),
+    Signature(Fault.IMPOSSIBLE, (("impossible",),), 0.95),
+    Signature(Fault.STILL, (("update size down",),), 0.9),
+    Signature(
+        # What is learned from is other than it was: the loss stands above its best at once.
+        Fault.DATA,
+        (("loss level up", "held-out loss up"),),
+        0.55,
+        {"loss level up": 0.1, "held-out loss up": 0.1},
+        {"update size": 0.5, "gradient level up": 0.1, "expert load": 0.2}
+        | {"loss down": 0.3, "loss falling": 0.3},
+        leads=(("loss up", "loss level up", "held-out loss up"), ("rank", *SPECTRA)),
+    ),
+    Signature(
+        # Whatever the rate and the data do, they do to v and o too.
+        Fault.ATTENTION,
+        ((CONTRAST,),),
+        0.5,
+        {"Δ2": 0.1, "ΔW": 0.1, "router quiet": 0.1, "attention logit": 0.1},
+        {"update size down": 0.5, "router entropy down": 0.2},
+        leads=((CONTRAST,), ("loss up", "loss level up", "loss down", "held-out loss up", "rank")),
+    ),
     Signature(
         Fault.ATTENTION,
         (SPECTRA,),
@@ -79,6 +112,7 @@ SIGNATURES = (
             "attention logit": 0.1,
         },
         leads=(SPECTRA, _BEFORE_SPECTRA),
+        decides=_SIZES,
     ),
     Signature(
         # Beside a learning rate that is too high, which moves Δ2 but not the alignment.
@@ -147,6 +181,7 @@ SIGNATURES = (
         0.6,
         {"attention logit": 0.2, "gradient norm up": 0.05},
         dict.fromkeys(SPECTRA, 0.25),
+        decides=_SIZES,
     ),
     Signature(
         Fault.LOW_RANK,
@@ -169,7 +204,14 @@ SIGNATURES = (
         (("held-out loss up",), ("loss falling", "loss down")),
         0.7,
         {"attention entropy down": 0.1, "loss down": 0.1},
-        {"gradient level up": 0.3, "gradient norm up": 0.2, "update size up": 0.3, "loss up": 0.3},
+        {
+            "loss level up": 0.5,
+            "update size down": 0.5,
+            "gradient level up": 0.3,
+            "gradient norm up": 0.2,
+            "update size up": 0.3,
+            "loss up": 0.3,
+        },
     ),
     Signature(
         Fault.REPEATED_DATA,
@@ -198,6 +240,17 @@ EXPLAINS = frozenset(
         (Fault.LOW_RANK, Fault.NO_QK_NORM),
         (Fault.LOW_RANK, Fault.DIRTY_BATCH),
         (Fault.BALANCE, Fault.DIRTY_BATCH),
+        *((Fault.STILL, other) for other in Fault if other is not Fault.NONFINITE),
+        *((Fault.IMPOSSIBLE, other) for other in Fault if other is not Fault.NONFINITE),
+        (Fault.LEARNING_RATE, Fault.DATA),
+        (Fault.ATTENTION, Fault.DATA),
+        (Fault.BALANCE, Fault.DATA),
+        (Fault.DATA, Fault.DIRTY_BATCH),
+        (Fault.DATA, Fault.LOW_RANK),
+        (Fault.DATA, Fault.NO_QK_NORM),
+        (Fault.LOW_RANK, Fault.DATA),
+        (Fault.NO_QK_NORM, Fault.DATA),
+        (Fault.REPEATED_DATA, Fault.DATA),
     }
 )
 

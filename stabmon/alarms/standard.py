@@ -10,9 +10,11 @@ from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.detectors.base import Detector
 from stabmon.alarms.detectors.counts import Rise
-from stabmon.alarms.detectors.deviations import AllHeads, Cusum, RobustZ
+from stabmon.alarms.detectors.deviations import AllHeads, Collapse, Cusum, RobustZ
 from stabmon.alarms.detectors.grades import GradeWatch
+from stabmon.alarms.detectors.impossible import Impossible
 from stabmon.alarms.detectors.latch import Patience
+from stabmon.alarms.detectors.levels import Level
 from stabmon.alarms.detectors.limits import Threshold
 from stabmon.alarms.detectors.shifts import Shift
 from stabmon.alarms.detectors.surges import Surge
@@ -91,6 +93,12 @@ def _detector(
             return Threshold(rule, pattern, judged.threshold, begin, patience=patience)
         case "count":
             return Rise(rule, pattern, judged.threshold, patience=patience)
+        case "low":
+            return Collapse(rule, pattern, window, judged.threshold, patience=patience)
+        case "level":
+            return Level(rule, pattern, warmup, patience=patience)
+        case "impossible":
+            return Impossible(pattern, patience=patience)
         case "all heads":
             return AllHeads(window, patience=Patience(judged.dwell, 0.75, cooldown))
         case "grade":

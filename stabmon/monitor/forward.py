@@ -49,6 +49,7 @@ def activation_tier(
         ratio = _rank_ratios(streams, mask)
         activations = {"rank_ratio": ratio, "grade": grade(ratio).astype(jnp.float32)}
         if residual.ndim == 4:
+            activations["context"] = jnp.asarray(float(residual.shape[2]))
             activations |= segment_metrics(residual, tokens, mask)
         if residual.shape[0] > 1:
             activations["layer_correlation"] = layer_correlation(_for_correlation(streams, mask))

@@ -48,9 +48,10 @@ def delta_metrics(
     `deltas` holds the difference over each lag, structured like `params`. All lags go through the
     decompositions as one batch. Entropies are divided by ln(rank bound), so that they compare
     across head sizes. The longest of several lags also gets the lag exponents of σ₁(dW_q) and
-    σ₁(dW_k) against the shortest.
+    σ₁(dW_k) against the shortest. Where the ring holds v and o too, q and k are held against them.
     """
-    per_lag = [layout.difference(params, x, ("q", "k", "router")) for x in deltas.values()]
+    roles = ("q", "k", "router", *_tracked(layout, params, next(iter(deltas.values()))))
+    per_lag = [layout.difference(params, x, roles) for x in deltas.values()]
     now, moved = per_lag[0]
     for role in ("q", "k"):
         if role not in moved:
@@ -81,6 +82,8 @@ def delta_metrics(
     for name in ("query", "key"):
         found = over(outliers)(getattr(spectra, name))
         out[f"{name}/outliers"], out[f"{name}/excess"] = found
+    if "v" in moves and "o" in moves:
+        out["qk_over_vo/modes"] = _qk_over_vo(out, moves)
     by_head = jax.vmap(jax.vmap(jax.vmap(radial_alignment)))  # nested: no axes are merged
     out["q/radial_alignment"], out["k/radial_alignment"] = by_head(dq, q0), by_head(dk, k0)
     if "router" in moves:
@@ -96,6 +99,26 @@ def delta_metrics(
             exponent = lag_exponent(result[short][sigma], result[long][sigma], short, long)
             result[long][f"{name}/lag_exponent"] = exponent
     return result
+
+
+def _tracked(layout: Layout, params: PyTree, delta: PyTree) -> tuple[str, ...]:
+    """Those of v and o of which the ring holds every leaf."""
+    held = {path for path, _ in leaves_with_paths(delta)}
+    leaves = leaves_with_paths(params)
+    wanted = {r: {p for p, x in leaves if layout.selects(r)(p, x)} for r in ("v", "o")}
+    return tuple(role for role, paths in wanted.items() if paths and paths <= held)
+
+
+def _qk_over_vo(spectra: Mapping[str, Array], moves: Mapping[str, Array]) -> Float[Array, " t"]:
+    """p10 over heads of modes(ΔW_q, ΔW_k), over that of modes(ΔW_v, ΔW_o), for each lag."""
+    low = lambda *x: jnp.quantile(
+        jnp.concatenate([jnp.log(jnp.maximum(y, 1.0)).reshape(len(y), -1) for y in x], axis=1),
+        0.1,
+        axis=1,
+    )
+    modes = lambda w: spectrum_stats(singular_values(w)).modes
+    control = low(*(_over(modes, 3, moves[role]) for role in ("v", "o")))
+    return jnp.exp(low(spectra["query/modes"], spectra["key/modes"]) - control)
 
 
 def _over(f: Callable[..., Any], axes: int, *stacks: Array) -> Any:

@@ -73,10 +73,19 @@ def spectra() -> Iterator[Quantity]:
             *("delta", f"{role}/radial_alignment", f"Alignment of ΔW_{role} with W_{role}"),
             *("head", "up"),
             brief=("mean", "max", *PLACE) if role == "q" else (),
-            judged=(Judged("limit", ("mean",), "up", threshold=0.05),),
+            # Small initial weights grow along themselves: healthy runs of eight trainers had at
+            # most 0.25.
+            judged=(Judged("limit", ("mean",), "up", threshold=0.3),),
             evidence="radial alignment",
             panel="Alignment of ΔW_q with W_q" if role == "q" else "",
         )
+    yield Quantity(
+        *("delta", "qk_over_vo/modes", "Modes of ΔW_q and ΔW_k over those of ΔW_v and ΔW_o"),
+        *("none", "down"),
+        brief=("value",),
+        judged=(Judged("z", ("value",), "down", threshold=5.0, floor=0.03),),
+        evidence="q, k against v, o",
+    )
     for stat in ("modes", "effective_rank", "stable_rank", "norm", "spectral_norm"):
         words, bad = _STATS[stat]
         yield Quantity("delta", f"router/{stat}", f"ΔW_router {words}", "layer", bad)

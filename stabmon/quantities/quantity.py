@@ -11,7 +11,20 @@ from typing import Literal, NamedTuple
 
 Side = Literal["up", "down"]
 Places = Literal["none", "layer", "head"]
-Rule = Literal["z", "drift", "surge", "spike", "shift", "limit", "count", "all heads", "grade"]
+Rule = Literal[
+    "z",
+    "drift",
+    "surge",
+    "spike",
+    "shift",
+    "limit",
+    "count",
+    "low",
+    "level",
+    "impossible",
+    "all heads",
+    "grade",
+]
 
 _KEY = re.compile(r"([^/]+)/(global|layer_\d+)/(.+)/([^/]+)")
 
@@ -62,7 +75,8 @@ class Judged(NamedTuple):
         at: Aggregates that are judged, each by itself.
         side: Which departures are harmful.
         threshold: Spreads that are too many; for "limit" the largest value allowed, for "count" the
-            largest growth from one sample to the next.
+            largest growth from one sample to the next, for "low" the smallest share of the healthy
+            level.
         floor: Smallest spread, relative to the level.
         ratchet: Whether the level follows the run in its healthy direction.
         dwell: Samples running that make an alarm.

@@ -13,7 +13,11 @@ def scalars() -> Iterator[Quantity]:
     nats = "nats per token"
     yield Quantity(
         *("evaluation", "loss", "Held-out loss", "none", "up", nats),
-        judged=(Judged("z", ("value",), "up", ratchet=True),),
+        judged=(
+            Judged("z", ("value",), "up", ratchet=True),
+            Judged("level", ("value",), "up", dwell=2),
+            Judged("impossible", ("value",), "down", dwell=1),
+        ),
         evidence="held-out loss",
         panel="Held-out loss",
     )
@@ -24,6 +28,8 @@ def scalars() -> Iterator[Quantity]:
             Judged("spike", ("value",), "up", threshold=10.0, dwell=1),
             Judged("surge", ("value",), "up", threshold=5.0),
             Judged("shift", ("value",), "down", threshold=5.0, dwell=1),
+            Judged("level", ("value",), "up", dwell=3, evidence="loss level"),
+            Judged("impossible", ("value",), "down", dwell=1),
         ),
         evidence="loss",
         panel="Loss",
@@ -42,9 +48,22 @@ def scalars() -> Iterator[Quantity]:
     for metric, title in (("update_norm", "Update norm"), ("update_ratio", "Update over weight")):
         yield Quantity(
             *("symptoms", metric, title, "none", "up", "", ("value",)),
-            judged=(Judged("surge", ("value",), "up", dwell=3),),
+            judged=(
+                Judged("surge", ("value",), "up", dwell=3),
+                Judged("low", ("value",), "down", threshold=1e-4, dwell=3),
+            ),
             evidence="update size",
         )
+    # The size of updates over the schedule's rate, where that is known: it keeps still under any.
+    yield Quantity(
+        *("symptoms", "update_per_rate", "Update over weight and rate", "none", "up"),
+        judged=(
+            Judged("surge", ("value",), "up", dwell=3),
+            Judged("z", ("value",), "up", floor=0.2, dwell=3, ratchet=True),
+            Judged("low", ("value",), "down", threshold=0.05, dwell=3),
+        ),
+        evidence="update size",
+    )
     yield Quantity("symptoms", "param_norm", "Weight norm", "none", "up", "", ("value",))
     yield Quantity(
         *("symptoms", "nonfinite", "Non-finite leaves", "none", "up", "", ("value",)),
@@ -70,3 +89,4 @@ def scalars() -> Iterator[Quantity]:
     yield Quantity("symptoms", "first_nonfinite", first, "none", "up", "", ("value",))
     rate = "Learning rate"
     yield Quantity("schedule", "learning_rate", rate, "none", "up", panel=rate)
+    yield Quantity("schedule", "changed", "Step of the last declared change", "none", "up")

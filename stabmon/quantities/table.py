@@ -21,7 +21,7 @@ def _attention() -> Iterator[Quantity]:
         *("attention", "entropy", "Attention entropy", "head", "down", "nats"),
         brief=("mean", "min", *PLACE),
         judged=(
-            Judged("z", ("mean",), "down", floor=0.07),
+            Judged("z", ("mean",), "down", floor=0.1),
             Judged("all heads", ("mean",), "down", evidence="all heads"),
         ),
         evidence="attention entropy",
@@ -33,7 +33,7 @@ def _attention() -> Iterator[Quantity]:
         brief=("mean", "max", *PLACE),
         judged=(
             Judged("limit", ("max",), "up", 1e4, dwell=1, from_start=True),
-            Judged("z", ("max",), "up", floor=0.2),
+            Judged("z", ("max",), "up", floor=0.5),
         ),
         evidence="attention logit",
         panel="Largest attention logit",
@@ -64,6 +64,7 @@ def _attention() -> Iterator[Quantity]:
         title = f"Rank ratio, {half} half of the context"
         metric = f"rank_ratio_{half}"
         yield Quantity("activations", metric, title, "layer", "down", evidence="rank")
+    yield Quantity("activations", "context", "Context, tokens", "none", "up", brief=("value",))
     title = "Correlation of neighbouring layers"
     yield Quantity("activations", "layer_correlation", title, "layer", "up")
     yield _padding("activations", "Share of equal tokens")
@@ -250,5 +251,9 @@ def unmeasured(keys: Iterable[str]) -> dict[str, str]:
 LOSS = "symptoms/global/loss/value"
 HELD_OUT = "evaluation/global/loss/value"
 GRAD_NORM = "symptoms/global/grad_norm/value"
+UPDATE_NORM = "symptoms/global/update_norm/value"
+UPDATE_RATIO = "symptoms/global/update_ratio/value"
+CONTEXT = "activations/global/context/value"
+CHANGED = "schedule/global/changed/value"
 LEARNING_RATE = "schedule/global/learning_rate/value"
 FIRST_NONFINITE = "symptoms/global/first_nonfinite/value"

@@ -161,7 +161,9 @@ class Observation:
 
 # Nothing is done about what passes by itself, what is the data's, and what is not understood.
 _DANGEROUS = frozenset({Fault.NONFINITE, Fault.LOW_RANK})
-_HARMLESS = frozenset({Fault.DIRTY_BATCH, Fault.REPEATED_DATA, Fault.UNKNOWN})
+_HARMLESS = frozenset({Fault.DIRTY_BATCH, Fault.REPEATED_DATA, Fault.DATA, Fault.UNKNOWN})
+# Nor where a smaller rate cannot help.
+_HARMLESS |= {Fault.STILL, Fault.IMPOSSIBLE}
 # Non-finite values so near to where they were undone are the same fault: samples lie between.
 _SAME = 20
 

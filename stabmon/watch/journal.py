@@ -17,7 +17,7 @@ from stabmon.hosts import agree
 from stabmon.monitor import Readings
 from stabmon.output.sinks.fanout import Fanout
 from stabmon.output.sinks.writers import Writer
-from stabmon.quantities import GRAD_NORM, HELD_OUT, LEARNING_RATE, LOSS
+from stabmon.quantities import CHANGED, GRAD_NORM, HELD_OUT, LEARNING_RATE, LOSS
 from stabmon.recovery.watcher import Seen, Watcher
 from stabmon.runs.jsonl import read_jsonl
 from stabmon.runs.runlog import RunLog
@@ -58,6 +58,7 @@ class Journal:
     Attributes:
         watcher: Detectors, incidents and ladder.
         loss: The newest loss that was written, NaN before.
+        changed: Step of the last change that was declared; None without one.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class Journal:
         self._unwritten: deque[Callable[[RunLog], None]] = deque(maxlen=_UNWRITTEN)
         self._broken = False
         self._said: set[str] = set()
+        self.changed: int | None = None
 
     def add(
         self, step: int, readings: Readings | None, scalars: Mapping[str, Any], due: bool
@@ -152,6 +154,8 @@ class Journal:
         if not values and not numbers:  # no tier was due
             return Seen(step)
         values |= {SCALARS.get(k, f"scalars/global/{k}/value"): x for k, x in numbers.items()}
+        if self.changed is not None and step >= self.changed:
+            values[CHANGED] = float(self.changed)
         rate = rate_at(self._schedule, step)
         if rate is not None:
             values.setdefault(LEARNING_RATE, rate)

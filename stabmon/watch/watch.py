@@ -157,7 +157,7 @@ class Watch(Recovering):
         """
         ours: Any = import_module("optax_ext")
         control = (ours.scale_by_control(),) if self._act else ()
-        selected = self.layout.selects("qk", "router")
+        selected = self.layout.selects("qk", "v", "o", "router")
         every = self.monitor.delta
         ring = (ours.track_delta(every, self._keep, select=selected),) if every else ()
         symptoms = self.monitor.symptoms
@@ -229,6 +229,18 @@ class Watch(Recovering):
         strict = self._act or jax.process_count() > 1
         for seen in self.journal.write(before=step if strict else None):
             self.recovery.take(seen.step, seen.actions)
+
+    def change(self, what: str = "data") -> None:
+        """Declares that the data, batch or context change on purpose from the next step on.
+
+        What is judged by its own past is learned anew; limits, and values that are not finite, are
+        judged all the while. A longer context is seen where the residual stream is measured.
+
+        Args:
+            what: For the journal, such as "data".
+        """
+        self.journal.changed = self.step
+        self.journal.event("change", self.step, what=what)
 
     def report(self) -> Path:
         """Writes `report.html` into the run's folder and returns its path.

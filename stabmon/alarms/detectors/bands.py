@@ -38,6 +38,9 @@ class BandDetector(Detector):
         """Whether a metric has a band."""
         return key in self.reference.bands
 
+    def relearn(self, step: int) -> None:
+        """Bands of other runs stay what they are."""
+
     def score(self, key: str, step: int, value: float) -> Score | None:
         """Distance from the band; None while the run's own level is being learned."""
         band = self.reference.bands[key]

@@ -11,11 +11,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from stabmon.alarms.detectors.conditions import Conditions
 from stabmon.alarms.detectors.latch import TWICE, Latches, Patience
 from stabmon.alarms.detectors.window import HealthyWindow
 
 Side = Literal["up", "down", "both"]
-NON_FINITE, UNREADABLE = "non-finite", "unreadable"
+NON_FINITE, UNREADABLE, IMPOSSIBLE = "non-finite", "unreadable", "impossible"
+_LAG = re.compile(r"delta(\d+)/")
 # Of the run's own tensors. Any other metric may be unreadable by a fault of the metric itself.
 _OF_THE_RUN = ("symptoms/", "evaluation/", "train/")
 
@@ -149,6 +151,10 @@ class Detector(ABC):
                 raised.append(Alarm(step, self.rule, key, value, found.expected, found.z))
         return raised
 
+    def relearn(self, step: int) -> None:
+        """Forget what is no longer comparable: the run was changed at `step`. Limits stay."""
+        self.memory, self.latches = {}, Latches(self.patience)
+
     def active(self) -> tuple[str, ...]:
         """Metrics that are in alarm now, whether or not it was raised long ago."""
         return self.latches.active()
@@ -170,9 +176,30 @@ class WindowDetector(Detector):
 
     Attributes:
         window: What is healthy.
+        conditions: What the run does meanwhile; None: nothing is known of it.
     """
 
     window: HealthyWindow
+
+    conditions: Conditions | None = field(default=None, kw_only=True, repr=False, compare=False)
+
+    def _level(self, key: str, step: int, value: float) -> tuple[float, float] | None:
+        """The window's level; of what moves within a lag for the rate inside that lag.
+
+        Where q and k did not move otherwise than v and o the value itself: nothing is wrong.
+        """
+        level = self.window.level(key, step, value)
+        lag = _LAG.match(key)
+        if level is None or lag is None or self.conditions is None:
+            return level
+        if "/qk_over_vo/" not in key and not self.conditions.corroborated(f"delta{lag[1]}"):
+            return value, level[1]
+        return self.window.conditioned(key, level, self.conditions.rate(step, int(lag[1])))
+
+    def relearn(self, step: int) -> None:
+        """Learn the healthy window anew from `step` on."""
+        super().relearn(step)
+        self.window.relearn(step)
 
     def state(self) -> dict[str, Any]:
         """All that has been learned from the stream, as JSON can hold it."""

@@ -4,6 +4,7 @@
 what halves. They need no clean sister runs; bands learned from those are judged by `bands.py`.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -25,7 +26,7 @@ class RobustZ(WindowDetector):
 
     def score(self, key: str, step: int, value: float) -> Score | None:
         """Distance from the window's level on the harmful side."""
-        level = self.window.level(key, step, value)
+        level = self._level(key, step, value)
         if level is None:
             return None
         z = (value - level[0]) / level[1]
@@ -57,7 +58,7 @@ class Cusum(WindowDetector):
 
     def score(self, key: str, step: int, value: float) -> Score | None:
         """The sum so far, on the harmful side."""
-        level = self.window.level(key, step, value)
+        level = self._level(key, step, value)
         if level is None:
             return None
         sign = 1 if self.side == "up" else -1
@@ -65,6 +66,25 @@ class Cusum(WindowDetector):
         total = self.memory.get(key, 0.0) + min(sign * z, self.clip) - self.allowance
         self.memory[key] = total = min(max(total, 0.0), 2 * self.threshold)
         return Score(sign * total / self.threshold, level[0], z)
+
+
+@dataclass
+class Collapse(WindowDetector):
+    """Alarms where a positive metric falls under a small share of its healthy level.
+
+    Attributes:
+        share: Of the healthy level that is too little, in (0, 1).
+    """
+
+    share: float = 0.05
+
+    def score(self, key: str, step: int, value: float) -> Score | None:
+        """−1 at the share; the same in the logarithm beyond."""
+        level = self._level(key, step, value)
+        if level is None or level[0] <= 0:
+            return None
+        fallen = math.log(max(value / level[0], 1e-30)) / math.log(self.share)
+        return Score(-max(fallen, 0.0), level[0], None)
 
 
 @dataclass
@@ -105,6 +125,11 @@ class AllHeads(WindowDetector):
         expected = level[0]
         # A share of heads may have sat at 0 all along: a spread for it nevertheless.
         z = (value - expected) / max(level[1], 0.02)
+        if "/sharp_heads/" in key:
+            self.memory["sharp"] = value
+        # Half the entropy is learning, as long as hardly any head is sharp.
+        if "/entropy/" in key and self.memory.get("sharp", 1.0) < 0.25:
+            return None
         if "/entropy/" in key:
             return Score(self.fraction * expected / max(value, 1e-30) * (1 + 1e-9), expected, z)
         if expected < 0.25:

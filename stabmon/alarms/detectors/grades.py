@@ -58,7 +58,8 @@ class Course:
     - danger: two grades and 0.15 of ratio lost within 100 steps; or L < 0.3, a grade below B;
     - caution: L ≤ 0.5, a grade below B, and falling: by 0.02 in 200 steps, by the median slope of
       all pairs over the last 200 steps, or as far back as three samples reach;
-    - falling: one grade and 0.1 of ratio lost within 100 steps: the layer is to be located.
+    - falling: one grade and 0.1 of ratio lost within 100 steps, by the last four samples too: the
+      layer is to be located.
 
     A grade below B: by the table, and by more than 0.05 of ratio. So a run that has been low from
     the start (a small model, a stream with a large mean) is healthy.
@@ -105,7 +106,10 @@ class Course:
             return Health.DANGER
         if level <= 0.5 and below and self._falls():
             return Health.CAUTION
-        return Health.FALLING if lost(1) else Health.HEALTHY
+        # Two odd batches of three are not rare: the last four samples have to be down as well.
+        four = float(np.median([ratio for _, ratio in self.samples[-4:]]))
+        clear = high - four > _DROP[1] - 1e-6
+        return Health.FALLING if lost(1) and clear else Health.HEALTHY
 
     def _falls(self) -> bool:
         """Whether the samples of the span fall, by the median slope of all pairs."""
@@ -168,6 +172,11 @@ class GradeWatch(Detector):
     def grade(self) -> int | None:
         """The grade of the last sample, None without any."""
         return self.course.grade
+
+    def relearn(self, step: int) -> None:
+        """Begin a new course."""
+        super().relearn(step)
+        self.course = Course()
 
     def score(self, key: str, step: int, value: float) -> Score | None:
         """Take a ratio; 2 where the state is not healthy, z being unknown."""

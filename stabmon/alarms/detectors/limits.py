@@ -39,6 +39,9 @@ class Threshold(Detector):
             raise ValueError(f"limit: expected a number >= 0, got {self.limit}")
         super().__post_init__()
 
+    def relearn(self, step: int) -> None:
+        """A fixed limit holds whatever was changed."""
+
     def score(self, key: str, step: int, value: float) -> Score | None:
         """Fraction of the limit; above it 2, also where the limit is 0."""
         if step < self.first:

@@ -71,6 +71,7 @@ class HealthyWindow:
     floor: float | int = 0.02
     ratchet: int = 0
     widen: float | int = math.inf
+    _rates: dict[str, float] = field(default_factory=dict)
     _samples: dict[str, list[float]] = field(default_factory=dict)
     _frozen: dict[str, tuple[float, float]] = field(default_factory=dict)
     _recent: dict[str, list[float]] = field(default_factory=dict)
@@ -86,6 +87,27 @@ class HealthyWindow:
             raise ValueError(f"healthy window: expected least >= 3 samples, got {self.least}")
         if not self.widen > 0:
             raise ValueError(f"healthy window: expected widen > 0, got {self.widen}")
+
+    def relearn(self, step: int) -> None:
+        """Learn every level anew, in a window as long as before that begins at `step`."""
+        length = self.last - self.first
+        self.first, self.last = max(step, self.first), max(step, self.first) + length
+        for learned in (self._samples, self._frozen, self._recent, self._since, self._rates):
+            learned.clear()
+
+    def conditioned(
+        self, key: str, level: tuple[float, float], rate: float | None
+    ) -> tuple[float, float]:
+        """The level for another ln rate than it was learned at: its spread times 1 + |Δ ln rate|.
+
+        Spectra of what moves within a lag depend on the rate inside that lag. How is a matter of
+        the optimizer; that it does so over a factor of e as much as the run scatters is what
+        cosines to zero showed (development runs of `experiments.benign`).
+        """
+        if rate is None:
+            return level
+        learned = self._rates.setdefault(key, rate)
+        return level[0], level[1] * (1 + abs(rate - learned))
 
     def level(self, key: str, step: int, value: float | int) -> tuple[float, float] | None:
         """Take a sample; level and spread to judge it by, None while they are being learned.
@@ -138,6 +160,8 @@ class HealthyWindow:
             "frozen": {key: list(x) for key, x in self._frozen.items()},
             "recent": {key: list(x) for key, x in self._recent.items()},
             "since": dict(self._since),
+            "rates": dict(self._rates),
+            "span": [self.first, self.last],
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -146,3 +170,5 @@ class HealthyWindow:
         self._frozen = {key: (x[0], x[1]) for key, x in state["frozen"].items()}
         self._recent = {key: list(x) for key, x in state["recent"].items()}
         self._since = dict(state["since"])
+        self._rates = dict(state["rates"])
+        self.first, self.last = state["span"]
