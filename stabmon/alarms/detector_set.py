@@ -78,8 +78,8 @@ class DetectorSet:
     def diagnose(self) -> Diagnosis:
         """What the alarms of the last `span` steps say together."""
         count, fast, best = self._loss
-        falling = count >= 20 and fast <= 1.02 * best
-        return diagnose(self._step, self.recent, self._measured, self.active(), falling)
+        falling, risen = (count >= 20 and x for x in (fast <= 1.02 * best, fast > 1.1 * best))
+        return diagnose(self._step, self.recent, self._measured, self.active(), falling, risen)
 
     def active(self) -> tuple[str, ...]:
         """Metrics that are in alarm now."""

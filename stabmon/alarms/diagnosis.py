@@ -63,6 +63,7 @@ def diagnose(
     measured: Collection[str] = (),
     active: Collection[str] | None = None,
     loss_falling: bool = False,
+    loss_risen: bool = False,
 ) -> Diagnosis:
     """The fault that explains the alarms best.
 
@@ -72,6 +73,7 @@ def diagnose(
         measured: Keys that the run samples at all, to tell a quiet router from none.
         active: Keys whose alarm has not ended; None: all.
         loss_falling: Whether the loss has been falling all the while.
+        loss_risen: Whether it stands 10 % above the best it was.
 
     Returns:
         The diagnosis. Where two faults that do not explain each other are both well supported,
@@ -90,6 +92,8 @@ def diagnose(
     signs: dict[str, int] = {sign: alarm.step for sign, alarm in first.items()}
     if loss_falling:
         signs["loss falling"] = step
+    if loss_risen:
+        signs["loss risen"] = step
     router = any(key.startswith("router/") and "/entropy/" in key for key in measured)
     if router and not _begins(signs, ("router entropy",)):
         signs["router quiet"] = step

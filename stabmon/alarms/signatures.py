@@ -53,8 +53,9 @@ class Signature:
     """One way in which a fault shows.
 
     A sign names a quantity, with or without a direction: "Δ2", "router entropy down". Besides
-    those of alarms there are "loss falling" (over the last samples), "router quiet" (it is
-    measured and none of its entropies alarmed) and "over: QUANTITY" (its alarm has ended).
+    those of alarms there are "loss falling" and "loss risen" (its last mean is near its best, or
+    10 % above it), "router quiet" (it is measured and none of its entropies alarmed) and
+    "over: QUANTITY" (its alarm has ended).
 
     Attributes:
         fault: What it is a sign of.
@@ -84,7 +85,7 @@ SIGNATURES = (
     Signature(
         # What is learned from is other than it was: the loss stands above its best at once.
         Fault.DATA,
-        (("loss level up", "held-out loss up"),),
+        (("loss level up", "held-out loss up"), ("loss up", "loss level up", "loss risen")),
         0.55,
         {"loss level up": 0.1, "held-out loss up": 0.1},
         {"update size": 0.5, "gradient level up": 0.1, "expert load": 0.2}

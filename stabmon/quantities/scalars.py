@@ -37,7 +37,7 @@ def scalars() -> Iterator[Quantity]:
     yield Quantity(
         *("symptoms", "grad_norm", "Gradient norm", "none", "up", "", ("value",)),
         judged=(
-            Judged("spike", ("value",), "up", threshold=10.0, dwell=1),
+            Judged("spike", ("value",), "up", threshold=12.0, dwell=1),
             Judged("surge", ("value",), "up"),
             Judged("shift", ("value",), "up", 4.0, dwell=1, evidence="gradient level"),
         ),

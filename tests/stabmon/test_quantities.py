@@ -19,7 +19,12 @@ from stabmon.quantities.contracts import TITLES
 from tests.stabmon import trees
 
 # Given by the trainer, not by a tier of the monitor.
-FROM_THE_HOST = {"evaluation/loss", "schedule/learning_rate"}
+FROM_THE_HOST = {
+    "evaluation/loss",
+    "schedule/changed",
+    "symptoms/update_per_rate",
+    "schedule/learning_rate",
+}
 FROM_THE_HOST |= {f"contracts/{name}" for name in TITLES}
 LAYERS, HEADS, EXPERTS, BATCH, CONTEXT, WIDTH = trees.L, trees.N, trees.E, 2, 8, trees.D
 RANKS = {"none": 0, "layer": 1, "head": 2}

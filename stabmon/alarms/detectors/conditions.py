@@ -43,7 +43,7 @@ class Conditions:
 
     def note(self, step: int, values: Mapping[str, float]) -> bool:
         """Take a sample; whether something was changed since the last one."""
-        rate = values.get(LEARNING_RATE, values.get(UPDATE_NORM, math.nan))
+        rate = float(values.get(LEARNING_RATE, values.get(UPDATE_NORM, math.nan)))
         if math.isfinite(rate) and rate > 0:
             kept = [x for x in self.rates if x[0] > step - _SPAN]
             self.rates = [*kept, (int(step), math.log(rate))]
@@ -63,7 +63,7 @@ class Conditions:
 
     def _raised(self, step: int, values: Mapping[str, float]) -> bool:
         """Whether the schedule raised the rate by half within 50 steps: a warm-up or a restart."""
-        now = values.get(LEARNING_RATE, 0.0)
+        now = float(values.get(LEARNING_RATE, 0.0))
         before = [x for at, x in self.rates if step - 50 <= at]
         return bool(before) and now > 1.5 * math.exp(min(before))
 

@@ -72,7 +72,7 @@ def test_without_a_router_too(fault):
 
 
 def test_with_normalised_queries_and_keys_their_alignment_is_not_judged():
-    turned = {"delta50/global/q/radial_alignment/mean": 0.2}
+    turned = {"delta50/global/q/radial_alignment/mean": 0.4}
     raised = lambda board: [
         a.rule for step in range(0, 600, 25) for a in board.update(step, turned)
     ]

@@ -138,7 +138,8 @@ def test_a_held_out_loss_that_rises_while_the_loss_falls_is_repeated_data():
 
 def test_a_quiet_router_speaks_for_attention_and_is_told_from_none():
     alarms = [down(DELTA2), down(QUERY)]
-    without, quiet = diagnose(620, alarms), diagnose(620, alarms, measured=[ROUTER, DELTA2])
+    measured = [ROUTER, DELTA2, "symptoms/global/update_ratio/value"]
+    without, quiet = diagnose(620, alarms), diagnose(620, alarms, measured=measured)
     assert quiet.confidence > without.confidence
     assert "the router's entropy is quiet" in quiet.evidence
     assert "no router is measured" in without.evidence
@@ -182,3 +183,17 @@ def test_what_was_never_measured_is_said(alarms):
     assert "loss (needs" not in found.evidence[-1]
     assert "Δ2 (needs" not in found.evidence[-1]
     assert not any("never measured" in words for words in diagnose(620, alarms).evidence)
+
+
+def test_where_the_size_of_updates_is_not_measured_the_fault_is_a_candidate_and_no_more():
+    found = diagnose(620, [down(DELTA2), down(QUERY)], measured=[DELTA2])
+    assert found.fault is Fault.UNKNOWN
+    assert [name for name, _ in found.candidates] == [Fault.ATTENTION.value]
+
+
+def test_a_non_finite_value_that_is_over_leaves_the_name_to_what_follows():
+    nan = Alarm(500, "non-finite", HELD_OUT, math.nan)
+    alarms = [nan, down(DELTA2), down(QUERY)]
+    still = diagnose(620, alarms, active=[HELD_OUT, DELTA2, QUERY])
+    over = diagnose(620, alarms, active=[DELTA2, QUERY])
+    assert (still.fault, over.fault) == (Fault.NONFINITE, Fault.ATTENTION)
