@@ -55,7 +55,10 @@ def state_digest(state: PyTree) -> Digest:
         >>> compared(saved, state_digest({"w": jnp.arange(4.0)[::-1], "step": jnp.int32(0)}))
         {'step': 'it was 7 and is 0', 'w': 'its entries are in another order'}
     """
-    arrays = {path: x for path, x in leaves_with_paths(state) if hasattr(x, "dtype")}
+    # A fresh state may count in Python's own numbers, which a jitted step makes arrays of.
+    number = lambda x: jnp.asarray(x) if isinstance(x, int | float) else x
+    leaves = {path: number(x) for path, x in leaves_with_paths(state)}
+    arrays = {path: x for path, x in leaves.items() if hasattr(x, "dtype")}
     numbers = jax.device_get(_numbers(arrays))
     whole = lambda x: x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.integer)
     values = jax.device_get({path: x for path, x in arrays.items() if whole(x)})

@@ -90,3 +90,9 @@ def test_a_run_that_goes_on_says_what_came_back_wrong(tmp_path, broken):
     rows = [row for row in load_run(tmp_path).events if row.get("contract") == "restore"]
     told = [(row["leaf"], row["since"], row["sentence"]) for row in rows]
     assert told == [("params/head", 10, "its entries are in another order")] * broken
+
+
+@pytest.mark.parametrize("count", [7, 8])
+def test_a_count_in_pythons_own_numbers_is_compared_by_value(count):
+    told = compared(state_digest({"step": jnp.int32(7)}), state_digest({"step": count}))
+    assert told == ({} if count == 7 else {"step": "it was 7 and is 8"})
