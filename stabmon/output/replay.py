@@ -67,6 +67,8 @@ def _what(row: Mapping[str, Any]) -> str:
     """An event in a few words."""
     if row["kind"] == "diagnosis":
         return f"{row['fault']} (confidence {row['confidence']:.2f})"
+    if row["kind"] == "incident":
+        return f"{row['number']} {row['change']}: {row['fault']}, since step {row['opened']}"
     if row["kind"] == "action":
         return f"{row['action']}: {row['reason']}"
     return f"{row['rule']}: {row['key']}"
