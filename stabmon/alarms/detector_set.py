@@ -78,7 +78,7 @@ class DetectorSet:
     def diagnose(self) -> Diagnosis:
         """What the alarms of the last `span` steps say together."""
         count, fast, best = self._loss
-        falling, risen = (count >= 20 and x for x in (fast <= 1.02 * best, fast > 1.1 * best))
+        falling, risen = (count >= 20 and x for x in (fast <= 1.02 * best, fast > 1.05 * best))
         return diagnose(self._step, self.recent, self._measured, self.active(), falling, risen)
 
     def active(self) -> tuple[str, ...]:

@@ -73,7 +73,7 @@ def diagnose(
         measured: Keys that the run samples at all, to tell a quiet router from none.
         active: Keys whose alarm has not ended; None: all.
         loss_falling: Whether the loss has been falling all the while.
-        loss_risen: Whether it stands 10 % above the best it was.
+        loss_risen: Whether it stands 5 % above the best it was.
 
     Returns:
         The diagnosis. Where two faults that do not explain each other are both well supported,

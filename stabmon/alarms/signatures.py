@@ -54,7 +54,7 @@ class Signature:
 
     A sign names a quantity, with or without a direction: "Δ2", "router entropy down". Besides
     those of alarms there are "loss falling" and "loss risen" (its last mean is near its best, or
-    10 % above it), "router quiet" (it is measured and none of its entropies alarmed) and
+    5 % above it), "router quiet" (it is measured and none of its entropies alarmed) and
     "over: QUANTITY" (its alarm has ended).
 
     Attributes:

@@ -64,7 +64,9 @@ def standard_detectors(
             continue
         for judged in quantity.judged:
             name = f"{quantity.name}/{','.join(judged.at)} {judged.rule} {judged.side}"
-            detectors[name] = _detector(quantity, judged, warmup, warmup + length, cooldown)
+            detector = _detector(quantity, judged, warmup, warmup + length, cooldown)
+            detector.unless = judged.unless
+            detectors[name] = detector
     if reference is not None:
         detectors["bands"] = BandDetector(reference)
     return DetectorSet(detectors, span)

@@ -5,6 +5,7 @@ from stabmon.quantities.quantity import Key as Key
 from stabmon.quantities.quantity import Quantity as Quantity
 from stabmon.quantities.quantity import Side as Side
 from stabmon.quantities.quantity import split_key as split_key
+from stabmon.quantities.scalars import PER_RATE as PER_RATE
 from stabmon.quantities.table import CHANGED as CHANGED
 from stabmon.quantities.table import CONTEXT as CONTEXT
 from stabmon.quantities.table import FIRST_NONFINITE as FIRST_NONFINITE

@@ -84,6 +84,7 @@ class Judged(NamedTuple):
         before: Samples that make the course, for "shift".
         recent: Samples that are held against the course, for "shift".
         evidence: Sign that the alarm is in a diagnosis, where not the quantity's own.
+        unless: Key that is judged instead in samples that have it.
     """
 
     rule: Rule
@@ -97,6 +98,7 @@ class Judged(NamedTuple):
     before: int = 30
     recent: int = 8
     evidence: str = ""
+    unless: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 from stabmon.quantities.quantity import Judged, Quantity
 
+PER_RATE = "symptoms/global/update_per_rate/value"
+
 
 def scalars() -> Iterator[Quantity]:
     """Quantities of the whole model, among them those that a trainer gives by itself."""
@@ -49,8 +51,8 @@ def scalars() -> Iterator[Quantity]:
         yield Quantity(
             *("symptoms", metric, title, "none", "up", "", ("value",)),
             judged=(
-                Judged("surge", ("value",), "up", dwell=3),
-                Judged("low", ("value",), "down", threshold=1e-4, dwell=3),
+                Judged("surge", ("value",), "up", dwell=3, unless=PER_RATE),
+                Judged("low", ("value",), "down", threshold=1e-4, dwell=3, unless=PER_RATE),
             ),
             evidence="update size",
         )

@@ -115,6 +115,7 @@ class Detector(ABC):
         patience: Dwell, hysteresis, cooldown.
         latches: Which metrics are in alarm.
         memory: What was learned of each metric, as JSON can hold it.
+        unless: Samples with this metric are passed over.
     """
 
     rule: str
@@ -122,6 +123,7 @@ class Detector(ABC):
     patience: Patience = field(default=TWICE, kw_only=True)
     latches: Latches = field(init=False)
     memory: dict[str, Any] = field(init=False, default_factory=dict)
+    unless: str = field(default="", kw_only=True)
     _reads: dict[str, bool] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self):
@@ -140,6 +142,8 @@ class Detector(ABC):
     def update(self, step: int, values: Mapping[str, float]) -> list[Alarm]:
         """Take one sample, any subset of the metrics; the alarms that it raises."""
         raised = []
+        if self.unless in values:
+            return raised
         for key in filter(self.reads, values):
             value = float(values[key])
             if not math.isfinite(value):

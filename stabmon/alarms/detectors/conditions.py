@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from stabmon.quantities import CHANGED, CONTEXT, LEARNING_RATE, UPDATE_NORM, UPDATE_RATIO
+from stabmon.quantities import CHANGED, CONTEXT, LEARNING_RATE, PER_RATE, UPDATE_NORM, UPDATE_RATIO
 
-PER_RATE = "symptoms/global/update_per_rate/value"
 _CHANGES = (CHANGED, CONTEXT)
 # The longest lag of a default ring, twice over.
 _SPAN = 800
@@ -82,14 +81,11 @@ class Conditions:
         return sum(inside) / len(inside) if inside else None
 
     def judged(self, values: Mapping[str, float]) -> dict[str, float]:
-        """The sample as it is judged: the size of updates over the rate, where that is known."""
+        """The sample with the size of updates over the rate, where that is known."""
         rate = values.get(LEARNING_RATE, 0.0)
-        if not (rate > 0 and math.isfinite(rate)):
+        if UPDATE_RATIO not in values or not (rate > 0 and math.isfinite(rate)):
             return dict(values)
-        kept = {k: x for k, x in values.items() if k not in (UPDATE_NORM, UPDATE_RATIO)}
-        if UPDATE_RATIO in values:
-            kept[PER_RATE] = values[UPDATE_RATIO] / rate
-        return kept
+        return {**values, PER_RATE: values[UPDATE_RATIO] / rate}
 
     def state(self) -> dict[str, Any]:
         """What was noted, as JSON can hold it."""

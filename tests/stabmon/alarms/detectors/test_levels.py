@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from stabmon.alarms.detectors.conditions import PER_RATE, Conditions
+from stabmon.alarms.detectors.conditions import Conditions
 from stabmon.alarms.detectors.impossible import Impossible
 from stabmon.alarms.detectors.levels import Level
-from stabmon.quantities import CHANGED, HELD_OUT, LEARNING_RATE, LOSS, UPDATE_RATIO
+from stabmon.quantities import CHANGED, HELD_OUT, LEARNING_RATE, LOSS, PER_RATE, UPDATE_RATIO
 
 
 def alarms(detector, values, key=LOSS):
