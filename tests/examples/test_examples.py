@@ -29,13 +29,8 @@ def test_an_example_is_short(path):
     assert len(path.read_text().splitlines()) <= 80
 
 
-# Small first weights grow along themselves, which the limit on the alignment takes for a fault.
-EARLY = pytest.mark.xfail(strict=True, reason="radial alignment 0.14 at step 150, limit 0.05")
-HEALTHY = [pytest.param(x, marks=EARLY if x == "equinox" else ()) for x in PACKAGES]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HEALTHY)
+@pytest.mark.parametrize("name", PACKAGES)
 def test_a_healthy_run_raises_no_alarm_also_when_it_is_interrupted(name, tmp_path):
     run(name, tmp_path / "run", "--steps", "140")
     found = run(name, tmp_path / "run")
