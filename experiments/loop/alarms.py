@@ -13,6 +13,7 @@ from stabmon.alarms.detector_set import DetectorSet
 from stabmon.alarms.detectors.bands import BandDetector
 from stabmon.alarms.reference import Reference
 from stabmon.alarms.standard import standard_detectors
+from stabmon.hosts import leads
 from stabmon.recovery.ladder import Kind, Policy
 from stabmon.recovery.ledger import CheckpointLedger
 from stabmon.recovery.watcher import Seen
@@ -77,7 +78,7 @@ def keep_batches(folder: Path, order: MapDataset, shift: Callable[[], int]) -> A
 
     def hear(seen: Seen) -> None:
         for action in seen.actions:
-            if action.kind is not Kind.KEEP_BATCHES:
+            if action.kind is not Kind.KEEP_BATCHES or not leads():
                 continue
             steps = range(action.fields["first"], action.fields["last"] + 1)
             fed = {step: np.asarray(order[step + shift()]).tolist() for step in steps}

@@ -90,7 +90,7 @@ class CarryingOut:
         ledger.saved(step, self.watcher.detectors.grade, loss, is_finite(state))
         save(step, state)
         if leads():
-            _write(self._notes(step), self._state())
+            write_json(self._notes(step), self._state())
         for old in ledger.deletable() if self.delete is not None else ():
             self._remove(old)
             ledger.forget([old])
@@ -126,7 +126,7 @@ class CarryingOut:
         journal = {"number": number, "target": target, "data_shift": shift}
         journal |= {"recovery": recovery.state(), "incidents": self.watcher.incidents.count}
         if leads():
-            _write(self.folder / "recovery.json", journal)
+            write_json(self.folder / "recovery.json", journal)
         agree("the rollback", [number, target, shift])
         return self._undo(journal)
 
@@ -207,7 +207,7 @@ def _is_floating(x: Any) -> bool:
     return kind is not None and jnp.issubdtype(kind, np.inexact)
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write JSON so that a kill leaves the old file or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     half = path.with_suffix(".part")

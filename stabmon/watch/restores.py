@@ -14,7 +14,7 @@ from jaxtyping import PyTree
 from stabmon.contracts import Contracts
 from stabmon.contracts.restore import SOURCE, Digest, compared, state_digest
 from stabmon.hosts import leads
-from stabmon.recovery.carrying_out import Restore
+from stabmon.recovery.carrying_out import Restore, write_json
 
 _LOGGER = logging.getLogger("stabmon")
 _SAID = 20
@@ -42,10 +42,7 @@ class Restores:
         """
         digest = state_digest(state)
         if leads():
-            self._folder.mkdir(parents=True, exist_ok=True)
-            half = self._path(step).with_suffix(".part")
-            half.write_text(json.dumps(digest) + "\n", encoding="utf-8")
-            half.replace(self._path(step))
+            write_json(self._path(step), digest)
 
     def audited(self, restore: Restore | None) -> Restore | None:
         """Returns `restore`, with what it loads compared with what was saved.
